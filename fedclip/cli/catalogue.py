@@ -110,8 +110,7 @@ def translate(
         text = text_of(exc)
         fail(text if package in text else f"{cls} of {package}: {text}")
     typer.echo(toml_line(kind, name, parameters))
-    for note in notes(package, cls, values):
-        say(f"note: {note}", err=True)
+    say(*(f"note: {note}" for note in notes(package, cls, values)), err=True)
 
 
 @app.command()

@@ -36,11 +36,12 @@ def commands(about: str | None = None) -> typer.Typer:
     return typer.Typer(help=about, no_args_is_help=True, rich_markup_mode=None)
 
 
-def say(text: str, **style: Any) -> None:
-    """Print a line without interpreting markup, because names in it may come from others."""
+def say(*lines: str, **style: Any) -> None:
+    """Print lines without interpreting markup, because names in them may come from others."""
     from fedclip.report import printable
 
-    typer.secho(printable(text), **style)
+    for line in lines:
+        typer.secho(printable(line), **style)
 
 
 def fail(message: object, code: int = 1) -> NoReturn:
@@ -140,6 +141,6 @@ def read(folder: Path | None, excluded: Collection[Path] = ()) -> Report:
         text = f"this is the newest of {len(runs)} runs, in {folder / newest}"
         say(f"fedclip: {text}; the others are left out", err=True)
         report = report.only([newest])
-    for path in report.skipped:
-        say(f"fedclip: skipped {path}, which cannot be read (yet)", err=True)
+    unread = (f"fedclip: skipped {path}, which cannot be read (yet)" for path in report.skipped)
+    say(*unread, err=True)
     return report

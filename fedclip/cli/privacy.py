@@ -341,8 +341,7 @@ def csv_rows(budget: Spent, cost: Config) -> Iterator[Config]:
         so_far.add(row["noise_multiplier"], row["steps"], row["sampling"])
         mechanism = "Poisson-sampled " * (row["sampling"] < 1) + budget.mechanism
         mechanism += " on evaluations" * (row["noise_multiplier"] in cost["evaluated"])
-        more = {"turn": turn, "mechanism": mechanism}
-        yield {**cost, **row, **so_far.cost()._asdict(), **more}
+        yield {**cost, **row, **so_far.cost()._asdict(), "turn": turn, "mechanism": mechanism}
 
 
 def read_spent(path: Path) -> Iterator[Spent]:

@@ -27,7 +27,7 @@ from fedclip.cli.running import Planned, planned_run, run_all
 from fedclip.core.parameters import Config
 from fedclip.core.toml import toml_item
 from fedclip.report import Report, read_report
-from fedclip.report.results import result_of
+from fedclip.report.results import results_of
 
 app = commands()
 
@@ -73,8 +73,7 @@ def init(
     lines += [f"cd {typed(folder)}", "python prepare.py --example"]
     lines += [f"fedclip {'quickrun' if privacy else 'simulate'}"]
     say(f"{folder} is written. Start with its README.md, or try it with example data:")
-    for line in lines:
-        say(f"  {line}")
+    say(*(f"  {line}" for line in lines))
 
 
 def create(folder: Path, texts: Mapping[str, str]) -> None:
@@ -130,18 +129,14 @@ def demo(
         fail(why)
     # An earlier demo may have left more seeds.
     reports = {way: read_report(folder / way).only(splits) for way in WAYS}
-    results = {
-        way: {run: result_of(report, run) for run in report.experiments}
-        for way, report in reports.items()
-    }
+    results = {way: results_of(report) for way, report in reports.items()}
     # All sites count: what they validate with has the right unit.
     ranking = Ranking(results, "fixed-bound", SITES)
     (table, caption), _ = ranking.tables()
     table.title = f"After {rounds} rounds"
     say("")
     console().print(table)
-    for sentence in (caption, *sentences(reports, ranking), plot(folder, reports)):
-        say(sentence)
+    say(caption, *sentences(reports, ranking), plot(folder, reports))
     say(f"Round by round: fedclip report {typed(folder / 'adaptive-bound' / 'seed-0')}")
     return ranking
 
@@ -213,17 +208,13 @@ def sentences(reports: Mapping[str, Report], ranking: Ranking) -> Iterator[str]:
     """Yield sentences about the table and the picture."""
     ratios = (pulls(reports[way]) for way in WAYS[1:])
     late = [np.median(ratio[:, ratio.shape[1] * 2 // 3 :]) for ratio in ratios]
-    yield (
-        f"Without clipping, {SITES[-1]}'s updates outweigh those of the others. With the fixed "
-        f"bound, it pulls the model {late[0]:.1f} times as hard as the median site in the last "
-        f"third of the rounds, and {late[1]:.1f} times with the adaptive one."
-    )
+    text = f"Without clipping, {SITES[-1]}'s updates outweigh those of the others. With the fixed"
+    text += f" bound, it pulls the model {late[0]:.1f} times as hard as the median site in the last"
+    yield f"{text} third of the rounds, and {late[1]:.1f} times with the adaptive one."
     low = ranking.worst("adaptive-bound")
     none, fixed, adaptive = (f"{ranking.mean(way, low)[0]:.1%}" for way in WAYS)
-    yield (
-        f"With the adaptive bound, the lowest site is {low}: accuracy {adaptive}, with the fixed "
-        f"bound {fixed}, without clipping {none}."
-    )
+    text = f"With the adaptive bound, the lowest site is {low}: accuracy {adaptive}, with the fixed"
+    yield f"{text} bound {fixed}, without clipping {none}."
 
 
 def plot(folder: Path, reports: Mapping[str, Report]) -> str:

@@ -31,7 +31,7 @@ from fedclip.cli.running import MARK
 from fedclip.cli.suggest import advised
 from fedclip.report import Report, number, page_of, printable
 from fedclip.report.findings import Advice
-from fedclip.report.results import Result, judged_by, result_of
+from fedclip.report.results import Result, judged_by, results_of
 from fedclip.report.rows import listed, plain_table, site_of
 
 app = commands()
@@ -76,7 +76,7 @@ def show(report: Report, rounds: bool | None) -> None:
 
     None of `rounds` shows a line for each node: of many nodes, the outliers and some others.
     """
-    results = {run: result_of(report, run) for run in report.experiments}
+    results = results_of(report)
     if advice := _advice(report):
         say(advice.answer)
     for run, result in results.items():
@@ -85,8 +85,7 @@ def show(report: Report, rounds: bool | None) -> None:
             # Without records, nothing says in which round an evaluation was.
             last = f"round {max(ends)}" if report.rows else "the last evaluation"
             say(f"{run}: " * (len(results) > 1) + f"After {last}: {text}.")
-    for sentence in report.in_words():
-        say(sentence)
+    say(*report.in_words())
     nodes = [*dict.fromkeys(row.node for row in report.whole)]
     if rounds is None and len(nodes) > _SHOWN:
         odd = {name for result in results.values() for name in result.outliers}
@@ -97,8 +96,7 @@ def show(report: Report, rounds: bool | None) -> None:
     if report.rows:
         console().print(report.table(bool(rounds)))
     for lines in _spent(report.folder).values() if report.private else ():
-        for line in lines:
-            say(line)
+        say(*lines)
 
 
 def console() -> Console:
@@ -151,8 +149,8 @@ def compare(
     resolved = {path.resolve() for path in named.values()}
     results: dict[str, dict[str, Result]] = {}
     for name, path in named.items():
-        report = read(path, excluded=resolved)
-        results[name] = {s.partition("/")[0]: result_of(report, s) for s in report.experiments}
+        runs = results_of(read(path, excluded=resolved))
+        results[name] = {run.partition("/")[0]: result for run, result in runs.items()}
     show_ranking(Ranking(results, next(iter(results))), "fedclip-compare/2", as_json)
 
 
@@ -305,10 +303,9 @@ class Ranking:
         runs = f"{seeds} seeds" if seeds > 1 else "one seed"
         of = f"(mean {self.metric} of {listed(self.counted)}, over {runs})"
         if self.alike:
-            return (
-                f"No winner: the first seeds of {over} gave equal results, so batches are not "
-                "random. To draw batches at random, set shuffle = true in [run.training]."
-            )
+            text = f"No winner: the first seeds of {over} gave equal results, so batches are not"
+            advice = "To draw batches at random, set shuffle = true in [run.training]."
+            return f"{text} random. {advice}"
         if first and self.lost(over):
             value = f"{shown(*self.mean(first))} {of}"
             return f"With {over}, the model diverged; {first} is the best of the others: {value}."

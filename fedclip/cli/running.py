@@ -43,8 +43,7 @@ def runnable(config: Path, *, quickrun: bool = False, simulate: bool = False) ->
     from fedclip.cli.check.configuration import check_config
 
     result = check_config(config, quickrun=quickrun, simulate=simulate)
-    for finding in result.problems:
-        say(f"fedclip: {finding.where} {finding.message}", err=True)
+    say(*(f"fedclip: {f.where} {f.message}" for f in result.problems), err=True)
     if not result.ok:
         fail(f"{result.path} would not run; nothing was started")
     return result.path
@@ -60,7 +59,7 @@ def check(
     from fedclip.cli.check.configuration import check_config
 
     result = check_config(config)
-    fine = result.ok and not result.leaks
+    fine = not result.of("problem", "leak")
     if as_json:
         facts = {"file": str(result.path), "ok": fine, "places": result.places}
         print(json.dumps({**facts, "findings": [vars(finding) for finding in result.findings]}))
@@ -72,13 +71,12 @@ def check(
             say(f" {finding.where} {finding.message}")
         if result.places:
             typer.echo("What is clipped where:")
-        for place in result.places:
-            say(f"  {place}")
+            say(*(f"  {place}" for place in result.places))
         levels = Counter(finding.level for finding in result.findings)
         counts = [(levels[level], level) for level in ("problem", "leak", "note")]
         texts = [f"{n} {level}{'s' * (n > 1)}" for n, level in counts if n]
         typer.echo(f"{', '.join(texts if levels['problem'] else ['No problem', *texts])}.")
-    raise typer.Exit(0 if fine and not (strict and result.notes) else 1)
+    raise typer.Exit(0 if fine and not (strict and result.of("note")) else 1)
 
 
 @app.command()

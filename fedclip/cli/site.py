@@ -34,13 +34,10 @@ def check(file: PolicyPath) -> None:
     except ValueError as exc:
         fail(exc)
     say(f"{file} allows these to leave the site, in all jobs and engines together:")
-    for line in lines:
-        say(f"  {line}")
+    say(*(f"  {line}" for line in lines))
     say("Each engine has ways out that a policy cannot check: docs/site-policy.md")
-    for problem in problems:
-        say(f"fedclip: {problem}", err=True)
-    if problems:
-        raise typer.Exit(1)
+    say(*(f"fedclip: {problem}" for problem in problems), err=True)
+    raise typer.Exit(1 if problems else 0)
 
 
 def _explained(policy: Policy) -> Iterator[str]:
@@ -53,14 +50,10 @@ def _explained(policy: Policy) -> Iterator[str]:
     if budget is not None:
         done = spent(policy)
         updates = done.affordable(z, budget, _MOST)
-        yield (
-            f"budget: epsilon {budget:g} at delta {policy.delta:g} for all updates, "
-            f"protecting this site's data set ({policy.relation})"
-        )
-        yield (
-            f"spent: epsilon {done.epsilon():.4g} by {done.rounds:,} updates ({policy.ledger}); "
-            f"remaining: {updates:,} updates"
-        )
+        text = f"budget: epsilon {budget:g} at delta {policy.delta:g} for all updates"
+        yield f"{text}, protecting this site's data set ({policy.relation})"
+        text = f"spent: epsilon {done.epsilon():.4g} by {done.rounds:,} updates ({policy.ledger})"
+        yield f"{text}; remaining: {updates:,} updates"
     elif z:
         yield "without a budget: averaging many updates removes the noise; set max_epsilon"
     runs = f" and {policy.max_replies or 10_000:,} in all" if policy.ledger else ""

@@ -139,8 +139,7 @@ def suggest(
             fail(f"{file} cannot be changed: {exc}")
         save(file, chosen, text)
     elif not as_json:
-        for line in in_words(advice, use):
-            say(line)
+        say(*in_words(advice, use))
         if chosen:
             named = f" --use {use}" if use else ""
             typer.echo()
@@ -175,7 +174,9 @@ def advised(report: Report, experiment: str) -> Advice:
         If a node's configuration cannot be read, so that the order of its norms is unknown.
     """
     report = report.only([experiment])
-    places = read_norms(report, experiment)
+    steps, updates = norms_by_stage(row for row in report.whole if row.node not in report.servers)
+    order = _order(report, steps.rows[0]) if steps.rows else {}
+    places = [dataclasses.replace(steps, order=order), updates]
     unusual, result = unusual_norms(places), result_of(report, experiment)
     bad = {f.kind: f.text for f in report.findings()}
     protected = _protected(report)
@@ -194,9 +195,9 @@ def advised(report: Report, experiment: str) -> Advice:
     odd = [*dict.fromkeys(name for stage in unusual.values() for name in stage.odd)]
     # A limit is to clip the outliers, or without any the clients with spikes.
     cut = odd or [*unusual.get("step", Unusual()).spikes]
-    order = _ORDERS.get(case, _ORDERS[""])
+    ranks = _ORDERS.get(case, _ORDERS[""])
     ranked = [proposal for norms in places for proposal in proposals(norms, early, cut)]
-    ranked.sort(key=lambda proposal: order.index(proposal.name))
+    ranked.sort(key=lambda proposal: ranks.index(proposal.name))
     if case in _DECIDED:
         fit = [proposal for proposal in ranked if early or _least(proposal.shares, cut) is not None]
         ranked = [*fit, *(proposal for proposal in ranked if proposal not in fit)]
@@ -287,15 +288,6 @@ def _shares_in_words(shares: Mapping[str, float]) -> str:
     """
     order = sorted(shares.items(), key=lambda item: -item[1])
     return listed([f"{100 * share:.3g} % of {name}" for name, share in order])
-
-
-def read_norms(report: Report, experiment: str) -> list[Norms]:
-    """Return the norms of steps, and of updates, of one federation of a report."""
-    steps, updates = norms_by_stage(
-        r for r in report.whole if r.experiment == experiment and r.node not in report.servers
-    )
-    order = _order(report, steps.rows[0]) if steps.rows else {}
-    return [dataclasses.replace(steps, order=order), updates]
 
 
 def _order(report: Report, row: Row) -> Config:
@@ -417,10 +409,9 @@ def rewritten(text: str, proposal: Proposal) -> str:
         raise ValueError("it has no client_opt to add a clipper to")
     noised = "noise_multiplier" in str(optim.get("server_opt"))
     if noised and "aggregator" in proposal.plugins:
-        raise ValueError(
-            f"its server adds noise, and {proposal.name} adds none. If the proposed bound may "
-            "depend on the data, write it into update-clip-server as start_norm"
-        )
+        text = f"its server adds noise, and {proposal.name} adds none"
+        advice = "depend on the data, write it into update-clip-server as start_norm"
+        raise ValueError(f"{text}. If the proposed bound may {advice}")
     for section, (name, config) in proposal.plugins.items():
         if section == "aggregator":
             optim["aggregator"] = toml_item({"name": name, **config} if config else name)

@@ -129,10 +129,8 @@ def unclipped(text: str) -> tuple[str, bool]:
     before: Config = tomlkit.parse(text)
     modules = [name for name, _, _ in modules_of(before)]
     if "sample-clip" in modules or "privacy" in before.get("run", {}):
-        raise ValueError(
-            "DP-SGD records no norms, and each run would spend budget: plan its limit with "
-            "`fedclip privacy calibrate`"
-        )
+        advice = "plan its limit with `fedclip privacy calibrate`"
+        raise ValueError(f"DP-SGD records no norms, and each run would spend budget: {advice}")
     measures: Lines = {side: ("no-op", {}) for side in ("client_opt", "server_opt")}
     document: Config = tomlkit.parse(rewritten(text, Proposal("step.none", measures)))
     clipped = not _CLIPPING.isdisjoint(modules)
@@ -277,8 +275,7 @@ class Tuning:
         """Add the settings that are advised by the first run, and say why."""
         report = read_report(self.runs[NONE][0].folder)
         advice = advised(report, min(report.experiments))
-        for line in (*advice.findings, advice.answer):
-            say(line, err=True)
+        say(*advice.findings, advice.answer, err=True)
         for proposal in advice.proposals:
             try:
                 text = rewritten(self.text, proposal)

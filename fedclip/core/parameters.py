@@ -127,6 +127,11 @@ def share(**values: Unchecked) -> float:
     return number("a number in [0, 1)", 0.0, 1.0, open_high=True, **values)
 
 
+def fraction(**values: Unchecked) -> float:
+    """Return the one keyword value if it is in (0, 1]."""
+    return number("a number in (0, 1]", 0.0, 1.0, open_low=True, **values)
+
+
 def integer(low: int, high: int = _LARGEST, /, **values: object) -> int:
     """Return the one keyword value as an int from low to high; 25.0 is not an int."""
     name, value = _one(values)
@@ -207,8 +212,7 @@ class Parameter:
         """Return the parameter as a class has it; what is not said is as in the class before."""
         if annotation is not None and not isinstance(annotation, str):
             annotation = inspect.formatannotation(annotation)
-        if before is None:
-            return replace(self, annotation=annotation or "", common=common)
+        before = before or replace(self, annotation="", common=common)
         return replace(
             before,
             check=self.check or before.check,

@@ -307,13 +307,6 @@ _NOTHING, _FIXED, _LEARNT, _WARMUP = range(4)
 _SAME = 1 - 1e-6
 
 
-def _setters(limits: Float64, warm: Float64, basis: Basis) -> Float64:
-    """Return what set each limit, given the values that say how far the warm-up is."""
-    learnt = np.where(warm < basis[2], _WARMUP, _LEARNT)
-    setters = np.where(limits >= basis[0] * _SAME, _FIXED, learnt)
-    return np.where(np.isfinite(limits), setters, _NOTHING)
-
-
 def _batches(
     norms: Float64, limits: Float64, clipped: Bools, setters: Float64
 ) -> Iterator[RoundRecord]:
@@ -363,7 +356,9 @@ class Recorder:
         """Begin the next round."""
         self._flush()
         self.round += 1
-        self._trim()
+        for round_, group in list(self._done):
+            if round_ <= self.round - (_ROUNDS if group == ALL else _GROUP_ROUNDS):
+                del self._done[round_, group]
 
     def add(
         self,
@@ -416,14 +411,16 @@ class Recorder:
             return
         norms, limits, clipped, warm = map(_table, zip(*self._buffer, strict=True))
         self._buffer.clear()
-        setters = _setters(limits, warm, self._basis)
+        # What set each limit; `warm` says how far the warm-up is.
+        learnt = np.where(warm < self._basis[2], _WARMUP, _LEARNT)
+        setters = np.where(limits >= self._basis[0] * _SAME, _FIXED, learnt)
+        setters = np.where(np.isfinite(limits), setters, _NOTHING)
         finite = np.isfinite(norms).all(axis=1)
         if not finite.all():
             self.add_nonfinite(int((~finite).sum()))
         if not finite.any():
             return
         rows: list[Any] = [column[finite] for column in (norms, limits, clipped, setters)]
-        norms, limits, clipped, setters = rows
         norms, limits, clipped, setters = rows
         labels = self._labels if len(self._labels) > 1 else (ALL,)
         batches = _batches(norms, limits, clipped, setters)
@@ -441,11 +438,6 @@ class Recorder:
         any_clipped: Bools = np.any(clipped, axis=1, keepdims=True)
         settled = setters.max(axis=1, keepdims=True)
         self._record(ALL).add(*_batches(total, unlimited, any_clipped, settled))
-
-    def _trim(self) -> None:
-        for round_, group in list(self._done):
-            if round_ <= self.round - (_ROUNDS if group == ALL else _GROUP_ROUNDS):
-                del self._done[round_, group]
 
 
 def _table(column: Sequence[object]) -> HostView:

@@ -156,7 +156,7 @@ def resolve(scope: Scope, exclude: Sequence[str] | None, names: Sequence[str]) -
         # Groups have the order of the patterns; the rest comes last.
         by_label = {pattern: [] for pattern in scope}
     elif scope == "layer":
-        labels = [_layer(name) for name in measured]
+        labels = [_LAYER.sub(r"\1", _PARAMETRIZED.sub(r"\1", name)) for name in measured]
     else:
         labels = measured if scope == "tensor" else [_WHOLE] * len(measured)
     for position, label in enumerate(labels):
@@ -166,10 +166,6 @@ def resolve(scope: Scope, exclude: Sequence[str] | None, names: Sequence[str]) -
     if scope != "global" and _WHOLE in members:
         members = {repr(k) if k == _WHOLE else k: group for k, group in members.items()}
     return Groups(measured, tuple(members), tuple(members.values()), excluded)
-
-
-def _layer(name: str) -> str:
-    return _LAYER.sub(r"\1", _PARAMETRIZED.sub(r"\1", name))
 
 
 @lru_cache(1 << 16)
@@ -199,10 +195,9 @@ def matched(parameter: str, patterns: Sequence[str], names: Sequence[str]) -> di
                 text = f"matches no tensor{nearest(pattern, names)}; {listed}"
                 raise ValueError(f"{parameter} pattern {pattern!r} {text}")
             if len({unwrapped(name) for name in hits}) < len(hits):
-                raise ValueError(
-                    f"{parameter} pattern {pattern!r} finds {', '.join(map(repr, hits[:20]))}, "
-                    "some of which differ in what wrappers add only: write the names in full"
-                )
+                text = f"{parameter} pattern {pattern!r} finds {', '.join(map(repr, hits[:20]))}"
+                why = "some of which differ in what wrappers add only: write the names in full"
+                raise ValueError(f"{text}, {why}")
         for name in hits:
             owners.setdefault(name, pattern)
     return owners

@@ -99,9 +99,7 @@ def to_toml(clipper: Any) -> str:
     bases = [cls.__name__ for cls in type(clipper).__mro__]
     kind = "regularizer" if "Regularizer" in bases else "module"
     if isinstance(clipper, type) or not all(hasattr(clipper, a) for a in ("name", "get_config")):
-        hint = "make one first, as in to_toml(ZScoreClip(warmup=10))"
-        raise TypeError(
-            f"to_toml takes a clipper of fedclip or declearn, got {clipper!r:.80}: {hint}"
-        )
+        text = f"to_toml takes a clipper of fedclip or declearn, got {clipper!r:.80}"
+        raise TypeError(f"{text}: make one first, as in to_toml(ZScoreClip(warmup=10))")
     config = parameters.changed_from_default(type(clipper), clipper.get_config())
     return toml_line(kind, clipper.name, config)

@@ -86,12 +86,8 @@ def relation_of(relation: str, protects: str) -> str:
 
 
 # The orders of dp-accounting leave gaps where budgets are small.
-_ORDERS = (
-    [1.01, 1.03]
-    + [1 + x / 10 for x in range(1, 100)]
-    + list(range(11, 64))
-    + [2**k for k in range(6, 13)]
-)
+_ORDERS = [1.01, 1.03, *(1 + x / 10 for x in range(1, 100)), *range(11, 64)]
+_ORDERS += [2**k for k in range(6, 13)]
 # Privacy losses are rounded up to a grid within these ends, which follows from `_spread`. A finer
 # grid is tighter and slower: there are about this many points at most.
 _FINEST, _COARSEST, _POINTS = 1e-5, 1e-3, 1e6
@@ -148,14 +144,9 @@ class Release(NamedTuple):
         return self._replace(steps=1)
 
 
-def epsilon(
-    releases: Iterable[Release],
-    delta: float,
-    relation: str = "add-remove",
-    order: float | None = None,
-) -> float:
+def epsilon(releases: Iterable[Release], delta: float, relation: str = "add-remove") -> float:
     """Return an upper bound on the epsilon of all releases together, as `account` does."""
-    return account(releases, delta, relation, order).epsilon
+    return account(releases, delta, relation).epsilon
 
 
 def account(
@@ -217,12 +208,9 @@ def covers(spent: Iterable[Release], others: Iterable[Release]) -> bool:
 
 
 def _checked(release: Release) -> Release:
-    z, steps, sampling = release
-    return Release(
-        parameters.positive(noise_multiplier=z),
-        parameters.integer(1, steps=steps),
-        parameters.number("a number in (0, 1]", 0.0, 1.0, open_low=True, sampling=sampling),
-    )
+    z = parameters.positive(noise_multiplier=release.noise_multiplier)
+    steps = parameters.integer(1, steps=release.steps)
+    return Release(z, steps, parameters.fraction(sampling=release.sampling))
 
 
 @lru_cache(maxsize=4096)
@@ -293,9 +281,8 @@ def noise_multiplier(
     # Round up: the closed form is exact to 13 digits. This much noise is enough with sampling too.
     high = math.sqrt(steps) / mu * (1.0 + 1e-9) if mu else math.inf
     if math.isinf(high):
-        raise ValueError(
-            f"no noise is enough for epsilon={epsilon!r} at delta={delta!r}: take larger ones"
-        )
+        budget = f"epsilon={epsilon!r} at delta={delta!r}"
+        raise ValueError(f"no noise is enough for {budget}: take larger ones")
     if sampling == 1.0:
         return high
 
@@ -322,9 +309,8 @@ def noise_multiplier(
 # -- the accountants --------------------------------------------------------------------------
 def _require_dp_accounting() -> None:
     if importlib.util.find_spec("dp_accounting") is None:
-        raise ModuleNotFoundError(
-            "accounting for samples needs dp-accounting: pip install dp-accounting"
-        )
+        text = "accounting for samples needs dp-accounting: pip install dp-accounting"
+        raise ModuleNotFoundError(text)
 
 
 def _closed_form(spent: tuple[Release, ...], delta: float, relation: str) -> Cost:
@@ -430,10 +416,9 @@ def split_noise(noise_multiplier: float, bits_noise: float) -> float:
     if z == 0:
         return 0.0
     if not z < 2 * sigma:
-        raise ValueError(
-            f"noise_multiplier must be below twice bits_noise, got {z!r} and {sigma!r}: take "
-            f"bits_noise > {z / 2:.4g}, or noise_multiplier < {2 * sigma:.4g}"
-        )
+        text = f"noise_multiplier must be below twice bits_noise, got {z!r} and {sigma!r}"
+        advice = f"take bits_noise > {z / 2:.4g}, or noise_multiplier < {2 * sigma:.4g}"
+        raise ValueError(f"{text}: {advice}")
     # 1 / sqrt(z^-2 - (2 sigma)^-2), written so that no square overflows.
     return z / math.sqrt((1 - z / (2 * sigma)) * (1 + z / (2 * sigma)))
 
@@ -532,12 +517,8 @@ class Accountant:
             return [*self.spent[:-1], more._replace(steps=last.steps + more.steps)]
         return [*self.spent, more]
 
-    def get_state(self) -> list[list[float]]:
-        """Return the releases as `state_of` does."""
-        return state_of(self.spent)
-
     def set_state(self, spent: object) -> None:
-        """Take over what `get_state` returned; what was counted here before stays counted.
+        """Take over what `state_of` returned; what was counted here before stays counted.
 
         Of two histories of which one begins like the other, that one is a part of it. Others are
         added up.

@@ -104,9 +104,8 @@ class Claim:
     def refuted(self, guesses: Guesses, factor: float = 1.0) -> bool:
         """Return whether this number of right guesses refutes a claim of `factor` times the mu."""
         canaries, guessed, correct = guesses
-        epsilons = [
-            epsilon_of(factor * mu, float(d)) for mu, d in zip(self._mus, _DELTAS, strict=True)
-        ]
+        mus = [factor * mu for mu in self._mus]
+        epsilons = [*map(epsilon_of, mus, _DELTAS.tolist())]
         ratio = np.exp(-np.minimum(epsilons, 700.0))
         right = _SIGNIFICANCE * correct / canaries
         wrong = _SIGNIFICANCE * (guessed - correct) / canaries

@@ -117,14 +117,13 @@ def grown(c: tuple[float, ...], rounds: int) -> float:
     """
     if len(c) == 1:
         return 1.0
-    once: Float64 = np.zeros(min(rounds, _ROUNDS))
-    once[0] = 1.0
+    once = np.eye(1, min(rounds, _ROUNDS))[0]
     return float(np.linalg.norm(_inverse_times(np.array(c), once)))
 
 
 def _sums(rounds: int, momentum: float) -> tuple[Float64, Float64]:
     """Return in how many rounds a step is part of the model, and how much of it after each."""
-    momentum = parameters.number("a number in [0, 1)", 0.0, 1.0, open_high=True, momentum=momentum)
+    momentum = parameters.share(momentum=momentum)
     remaining: Float64 = np.arange(rounds, 0, -1.0)
     return remaining, np.cumsum(momentum ** np.arange(rounds))
 
@@ -133,8 +132,7 @@ def _inverse_times(c: Float64, values: Float64) -> Float64:
     """Return the stream of these values: they take the place of the normals."""
     from scipy.signal import lfilter
 
-    solution: Float64 = lfilter([1.0], c, values)
-    return solution
+    return np.asarray(lfilter([1.0], c, values), np.float64)
 
 
 class Stream:

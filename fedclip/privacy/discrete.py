@@ -186,9 +186,7 @@ def site_variance(std: float, sites: int) -> int:
     # A float's square might be rounded down.
     variance = math.ceil((Fraction(std) ** 2 + _ROUNDING) / sites)
     if gap(variance, sites) > _LARGEST_GAP:
-        raise ValueError(
-            f"noise of {std:.3g} steps, from {sites} sites, is too small for integers: each site's "
-            f"must be above 3.5 steps, take a grid at least {3.5 * math.sqrt(sites) / std:.2g} "
-            "times as fine"
-        )
+        text = f"noise of {std:.3g} steps, from {sites} sites, is too small for integers"
+        advice = f"take a grid at least {3.5 * math.sqrt(sites) / std:.2g} times as fine"
+        raise ValueError(f"{text}: each site's must be above 3.5 steps, {advice}")
     return variance

@@ -192,20 +192,19 @@ def _left_out(names: Sequence[str]) -> str:
 
 
 # -- limits on norms --------------------------------------------------------------------------
-def _limited(clipper: Plugin, limit: float, context: Context) -> Guarantee:
-    """Return the map of a clipper that scales each group down to a limit."""
+def _limited(clipper: Plugin, max_norm: float | None, context: Context) -> Guarantee:
+    """Return the map of a clipper that scales each group down to a limit, if there is one."""
     ord: Order = clipper.ord
+    limit = math.inf if max_norm is None else max_norm
     pieces, noun, note = _scoped(clipper, limit, context)
     finite = _finite(clipper, context, note)
-    lipschitz, oblique = 1.0, ""
+    lipschitz, why = 1.0, ""
     if ord not in (2, "rms"):
-        oblique = f"scaling down to a limit of order {ord!r} is no projection in the L2 norm"
+        why = f"scaling down to a limit of order {ord!r} is no projection in the L2 norm"
         sizes = [p.size for p in pieces or () if p.times]
         lipschitz = max((stretch(ord, n) for n in sizes), default=1.0)
         lipschitz = math.inf if context.shapes is None else lipschitz
-    result = Guarantee(
-        clipper.name, lipschitz=lipschitz, growth=1.0, finite=finite, expands=oblique
-    )
+    result = Guarantee(clipper.name, lipschitz=lipschitz, growth=1.0, finite=finite, expands=why)
     if note:
         return replace(result, unbounded=note)
     if math.isinf(l2_of(ord, 1.0, 2)):
@@ -226,8 +225,7 @@ def _limited(clipper: Plugin, limit: float, context: Context) -> Guarantee:
 
 def fixed_limit(clipper: Plugin, context: Context) -> Guarantee:
     """Return the map of a fixed limit on norms; it may also scale small norms up."""
-    limit = math.inf if clipper.max_norm is None else clipper.max_norm
-    result = _limited(clipper, limit, context)
+    result = _limited(clipper, clipper.max_norm, context)
     if clipper.min_norm is None:
         return result
     why = "short gradients are scaled up (min_norm), in every direction"
@@ -251,11 +249,8 @@ def brought_to_norm(clipper: Plugin, context: Context) -> Guarantee:
 
 def learnt_limit(clipper: Plugin, context: Context) -> Guarantee:
     """Return the map of a limit that follows gradients; only `max_norm` bounds it."""
-    limit = math.inf if clipper.max_norm is None else clipper.max_norm
-    result = _limited(clipper, limit, context)
-    learnt = _LEARNT
-    if getattr(clipper, "include_current", False):
-        learnt += f" {_PRESENT}"
+    result = _limited(clipper, clipper.max_norm, context)
+    learnt = _LEARNT + f" {_PRESENT}" * getattr(clipper, "include_current", False)
     if clipper.max_norm is None:
         result = replace(result, unbounded=f"{learnt}, and max_norm is not set")
     return replace(result, lipschitz=math.inf, shared=learnt, expands=learnt)
@@ -287,11 +282,9 @@ def box(clipper: Plugin, context: Context) -> Guarantee:
 
 def own_percentile(clipper: object, context: Context) -> Guarantee:
     """Return the map of a limit at a percentile of the gradient that it clips."""
-    return replace(
-        _followed(clipper, context, ""),
-        unbounded="its limit is a percentile of the very gradient that it clips",
-        expands="one element moves the limit of all",
-    )
+    why = "its limit is a percentile of the very gradient that it clips"
+    expands = "one element moves the limit of all"
+    return replace(_followed(clipper, context, ""), unbounded=why, expands=expands)
 
 
 def past_values(clipper: object, context: Context) -> Guarantee:
@@ -356,7 +349,7 @@ def unchanged(clipper: Plugin, context: Context) -> Guarantee:
 # -- the regularizers -------------------------------------------------------------------------
 def weight_limit(regularizer: Plugin, context: Context) -> Guarantee:
     """Return the map of limits relative to the norms of weights."""
-    shapes = context.shapes
+    shapes, why = context.shapes, ""
     if shapes is not None:
         patterns = regularizer.excluded(shapes)
         groups = resolve("tensor", patterns, list(shapes))
@@ -367,17 +360,13 @@ def weight_limit(regularizer: Plugin, context: Context) -> Guarantee:
         why = _left_out(unclipped)
     elif regularizer.exclude or regularizer.skip_vectors or regularizer.dims is not None:
         why = _LEFT_OUT.format("tensors that are excluded, or without these dims, are")
-    else:
-        why = ""
     finite = _finite(regularizer, context, why)
     result = Guarantee(regularizer.name, lipschitz=1.0, growth=1.0, finite=finite)
     if why or not finite:
         return replace(result, unbounded=why or _NAN)
-    formula = (
-        f"{number(regularizer.ratio)}·√(Σ max(|W|, {number(regularizer.min_norm)})²) over the "
-        "units of weights W, which have to be public"
-    )
-    return replace(result, formula=formula)
+    least = number(regularizer.min_norm)
+    formula = f"{number(regularizer.ratio)}·√(Σ max(|W|, {least})²) over the units of weights W"
+    return replace(result, formula=f"{formula}, which have to be public")
 
 
 def noise(module: Plugin, context: Context) -> Guarantee:

@@ -41,7 +41,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -119,10 +119,9 @@ def read_entries(path: Path, known: Mapping[str, Entry] | None = None) -> dict[s
         if not entries and not known:
             raise ValueError("it is empty")
     except (OSError, RecursionError, TypeError, ValueError) as exc:
-        raise ValueError(
-            f"{path} is not a ledger of privacy spent, or is damaged ({exc!s:.200}): give the file "
-            "of these records, or another name if they were never used"
-        ) from exc
+        text = f"{path} is not a ledger of privacy spent, or is damaged ({exc!s:.200})"
+        advice = "give the file of these records, or another name if they were never used"
+        raise ValueError(f"{text}: {advice}") from exc
     return entries
 
 
@@ -353,15 +352,13 @@ class Ledger:
             yield
             return
         # The file may be replaced by others, so the lock is on one next to it.
-        with ExitStack() as files:
-            try:
-                name = f"{self.path.name}.lock"
-                files.enter_context(locked(self.path.with_name(name), wait=True))
-            except OSError as exc:
-                raise OSError(
-                    f"no ledger can be kept at {self.path} ({exc}): name a file that this process "
-                    "may write, on a file system with locks"
-                ) from exc
+        try:
+            lock = locked(self.path.with_name(f"{self.path.name}.lock"), wait=True)
+        except OSError as exc:
+            text = f"no ledger can be kept at {self.path} ({exc})"
+            advice = "name a file that this process may write, on a file system with locks"
+            raise OSError(f"{text}: {advice}") from exc
+        with lock:
             self._join(self.path)
             yield
 
@@ -372,22 +369,18 @@ class Ledger:
         unit = protected(self.data)[1]
         known = {entry.data for entry in [*entries.values(), *self._entries.values()]}
         if unit and (units := {protected(data)[1] for data in known} - {unit, ""}):
-            raise ValueError(
-                f"the ledger {path} does not protect each {unit}: its entries for each "
-                f"{max(units)} cannot be composed with these. Give each {unit} another ledger"
-            )
+            text = f"the ledger {path} does not protect each {unit}: its entries for each"
+            text = f"{text} {max(units)} cannot be composed with these"
+            raise ValueError(f"{text}. Give each {unit} another ledger")
         if others:
-            _LOGGER.warning(
-                f"the ledger {path} is of other data ({'; '.join(sorted(others))}) than these "
-                f"({self.data}), and all is counted together. Stop if these are other people, and "
-                "name a ledger for each set of records"
-            )
+            text = f"the ledger {path} is of other data ({'; '.join(sorted(others))}) than these"
+            advice = "Stop if these are other people, and name a ledger for each set of records"
+            _LOGGER.warning(f"{text} ({self.data}), and all is counted together. {advice}")
         lost = [line for line in self._entries if line not in entries]
         if lost:
-            _LOGGER.warning(
-                f"the ledger {path} lacked {len(lost)} of the charges of this process: it was put "
-                "back, or is another file; they are in it again"
-            )
+            text = f"the ledger {path} lacked {len(lost)} of the charges of this process"
+            why = "it was put back, or is another file; they are in it again"
+            _LOGGER.warning(f"{text}: {why}")
         self._entries |= entries
         if len(self._entries) != self._seen:
             self._free = self._free._replace(steps=0)
@@ -401,7 +394,7 @@ class Ledger:
         """Make the file, so that a crash leaves none or one with all lines."""
         fresh = path.with_name(f"{path.name}.new")
         fresh.unlink(missing_ok=True)
-        self._write(fresh, lines)
+        write_out(fresh, "".join(f"{line}\n" for line in lines))
         fresh.replace(path)
         # Its name is kept in the folder, which not all systems let one write out.
         with suppress(OSError):
@@ -416,15 +409,8 @@ class Ledger:
             # The last line may lack its end, or be cut off.
             end = self.path.read_bytes()[-1:]
             start = {b"": "", b"\n": "", b"}": "\n"}.get(end, f"{CUT}\n")
-            self._write(self.path, lines, start)
+            write_out(self.path, start + "".join(f"{line}\n" for line in lines))
         self._know(lines)
-
-    @staticmethod
-    def _write(path: Path, lines: Sequence[str], start: str = "") -> None:
-        with path.open("ab") as file:
-            file.write((start + "".join(f"{line}\n" for line in lines)).encode())
-            file.flush()
-            os.fsync(file.fileno())
 
     def _know(self, lines: Iterable[str]) -> None:
         self._entries |= {line: _entry(line) for line in lines}
@@ -453,6 +439,14 @@ def _entry(line: str) -> Entry:
 
 def _digest(line: str) -> str:
     return hashlib.sha256(line.encode()).hexdigest()[:32]
+
+
+def write_out(path: Path, text: str) -> None:
+    """Add text to a file, so that it is on the disk when this returns."""
+    with path.open("ab") as file:
+        file.write(text.encode())
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def locked(path: Path, *, wait: bool) -> IO[str]:

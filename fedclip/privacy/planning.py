@@ -54,7 +54,6 @@ from typing import NamedTuple
 from fedclip.core import parameters
 from fedclip.core.parameters import Config
 from fedclip.privacy.accounting import (
-    RELATIONS,
     Release,
     default_bits_noise,
     epsilon,
@@ -171,14 +170,11 @@ class Plan:
         ]
         if self.evaluation_share:
             _, z = split_evaluation(self.noise_multiplier, self.evaluation_share)
-            lines.append(
-                f"    mean loss of an evaluation: {z / 2 / self.clients:.3g} loss_bound; with "
-                "accuracy, √2 times that on both; the budget covers it"
-            )
+            text = f"    mean loss of an evaluation: {z / 2 / self.clients:.3g} loss_bound; with"
+            lines.append(f"{text} accuracy, √2 times that on both; the budget covers it")
         if self.delta * self.clients >= 1:
-            lines.append(
-                f"  delta must be below 1 / clients = {1 / self.clients:.3g}: use a hundredth of it"
-            )
+            most = f"1 / clients = {1 / self.clients:.3g}"
+            lines.append(f"  delta must be below {most}: use a hundredth of it")
         if self.length is None or self.drift is None:
             return "\n".join([*lines, f"  {ASK_VALUES}"])
         lines += [
@@ -250,10 +246,8 @@ def plan(
         If a parameter is not as above.
     """
     budget = parameters.positive(epsilon=epsilon_)
-    delta = parameters.unit_interval(delta=delta)
     rounds = parameters.integer(1, rounds=rounds)
     clients = parameters.integer(1, clients=clients)
-    relation = parameters.choice(RELATIONS, relation=relation)
     values = parameters.optional(parameters.integer, 1, values=values)
     per_round = parameters.optional(parameters.integer, 1, per_round=per_round)
     everybody, separation = None, 1
@@ -300,10 +294,8 @@ def verdict(drift: float, takers: int, kind: str) -> str:
     much = "larger than the updates" if drift > 1 else "large"
     # An upper bound: the votes of many clients cost less.
     enough = math.ceil(10 * drift * takers)
-    return (
-        f"the noise is {much}: {enough:,} {kind} would reduce the total to 10 %. Training "
-        "fewer values, or a larger epsilon, also helps"
-    )
+    text = f"the noise is {much}: {enough:,} {kind} would reduce the total to 10 %"
+    return f"{text}. Training fewer values, or a larger epsilon, also helps"
 
 
 def _rounded_up(value: float) -> float:
@@ -363,7 +355,7 @@ class TrustModels:
     honest: float = 0.75
 
     def __post_init__(self) -> None:
-        parameters.number("a number in (0, 1]", 0.0, 1.0, open_low=True, honest=self.honest)
+        parameters.fraction(honest=self.honest)
 
     @property
     def sites(self) -> int:
@@ -415,10 +407,8 @@ def by_silent(epsilon: Callable[[int], float], clients: int, sites: int) -> dict
 
 def silent_in_words(costs: Mapping[int, float | None]) -> str:
     """Return the result of `by_silent`, and its assumption, in two lines."""
-    cases = ", ".join(
-        ("infinite" if e is None else f"{e:.4g}") + f" if {c or 'no'} clients do"
-        for c, e in costs.items()
-    )
+    texts = {c: "infinite" if e is None else f"{e:.4g}" for c, e in costs.items()}
+    cases = ", ".join(f"{text} if {c or 'no'} clients do" for c, text in texts.items())
     return (
         "  epsilon with secure sums, by the number of clients that reveal their noise to the "
         f"server: {cases}. Without secure sums, epsilon is the last number\n"

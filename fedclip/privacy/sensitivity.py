@@ -150,9 +150,8 @@ class Analysis:
         """
         parameters.integer(1, steps=steps)
         if self.lrate is None:
-            raise ValueError(
-                "round_bound needs an optimizer with a learning rate that does not change"
-            )
+            needed = "an optimizer with a learning rate that does not change"
+            raise ValueError(f"round_bound needs {needed}")
         # Weight decay adds a share of the weights, which may be of any size.
         if self.l2_bound is None or self.w_decay != 0.0:
             return None
@@ -174,10 +173,8 @@ class Analysis:
             return self._noise_in_words()
         if self.per_record_safe:
             shown = "that bound" if self.l2_bound is None else number(self.l2_bound)
-            return (
-                f"Per record: the sensitivity of a sum is {shown} if a record is added or removed, "
-                "and twice that if one is replaced."
-            )
+            added = f"the sensitivity of a sum is {shown} if a record is added or removed"
+            return f"Per record: {added}, and twice that if one is replaced."
         why = "; ".join(_named(self.guarantees, "shared"))
         return f"Not safe per record ({why})." if self.formula else ""
 
@@ -194,11 +191,8 @@ class Analysis:
         if self.formula:
             twice = "twice that bound" if self.l2_bound is None else number(2 * self.l2_bound)
             limits.append(f"at most {twice}")
-        return (
-            "On an aggregate: it can make a sensitivity larger "
-            f"({'; '.join(_expands(self.guarantees))}); "
-            f"that is then {' and '.join(limits) or 'not bounded'}."
-        )
+        why, most = "; ".join(_expands(self.guarantees)), " and ".join(limits) or "not bounded"
+        return f"On an aggregate: it can make a sensitivity larger ({why}); that is then {most}."
 
     def __str__(self) -> str:
         sentences = [self.bound_in_words, self.record_in_words, self.aggregate_in_words]

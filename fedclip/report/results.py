@@ -125,6 +125,11 @@ def result_of(report: Report, experiment: str) -> Result:
     return Result(shown, outliers_of(unusual_norms(norms_by_stage(rows))), clipped, matrices)
 
 
+def results_of(report: Report) -> dict[str, Result]:
+    """Return the end of each run of a report."""
+    return {run: result_of(report, run) for run in report.experiments}
+
+
 def best_round(losses: Sequence[Mapping[str, float]], healthy: Collection[str]) -> int:
     """Return the place of the lowest mean loss over the healthy sites, of one entry a round."""
     means = [statistics.fmean(loss.get(site, math.nan) for site in healthy) for loss in losses]

@@ -73,26 +73,25 @@ class ExactSum:
     """
 
     def __init__(self) -> None:
-        self._sums: dict[str, Float64] = {}
-        self._lost: dict[str, Float64] = {}
+        # Of each tensor, the sum, and what rounding has added too much so far.
+        self._sums: dict[str, tuple[Float64, Float64]] = {}
 
     def add(self, update: Arrays, factor: float = 1.0) -> None:
         """Add an update times a factor; an update that cannot be read changes nothing."""
         rows = {name: host_values(array) for name, array in update.items()}
         if not self._sums:
-            self._sums = {name: np.zeros(row.shape) for name, row in rows.items()}
-            self._lost = {name: np.zeros(row.shape) for name, row in rows.items()}
+            self._sums = {n: (np.zeros(row.shape), np.zeros(row.shape)) for n, row in rows.items()}
         for name, row in rows.items():
-            _add(self._sums[name].reshape(-1), self._lost[name].reshape(-1), row, factor)
+            _add(*self._sums[name], row, factor)
 
     def divided(self, divisor: float) -> dict[str, Float64]:
         """Return the sum divided by a number."""
-        return {name: np.asarray(total / divisor) for name, total in self._sums.items()}
+        return {name: np.asarray(total / divisor) for name, (total, _) in self._sums.items()}
 
 
 def _add(total: Float64, lost: Float64, row: HostView, factor: float) -> None:
-    """Add values times a factor; `lost` is what rounding has added too much so far (Kahan)."""
-    values = row.reshape(-1)
+    """Add values times a factor (Kahan)."""
+    total, lost, values = total.reshape(-1), lost.reshape(-1), row.reshape(-1)
     for start in range(0, total.size, _PIECE):
         piece = slice(start, start + _PIECE)
         term = np.multiply(values[piece], factor, dtype=np.float64)
@@ -111,9 +110,8 @@ class Combining:
         self.kind = parameters.choice(("mean", "arc", "trimmed"), combine=combine)
         hostile = parameters.optional(parameters.integer, 1, n_hostile=n_hostile)
         if (self.kind == "mean") != (hostile is None):
-            raise ValueError(
-                f"combine={combine!r} does not go with n_hostile={n_hostile!r}: set both"
-            )
+            got = f"combine={combine!r} does not go with n_hostile={n_hostile!r}"
+            raise ValueError(f"{got}: set both")
         self.n_hostile = hostile or 0
 
     @property
@@ -125,35 +123,27 @@ class Combining:
 
     def unfit(self, *, weights: bool = False, noise: bool = False, secure: bool = False) -> str:
         """Return why updates cannot be combined like this; "" if they can."""
-        if not self.n_hostile:
-            return ""
         reasons = {
             "secure aggregation: the server sees the sum of the updates, and none of them": secure,
             f"noise: that is sized on 1 / n of the bound, not on {self.pull}": noise,
             "weights: n_hostile counts clients, and one may have most of the weight": weights,
         }
-        why = next((why for why, applies in reasons.items() if applies), "")
+        why = next((why for why, applies in reasons.items() if applies and self.n_hostile), "")
         return why and f"combine = {self.kind!r} does not go with {why}; take the mean"
 
     def too_few(self, clients: int) -> str:
         """Return a message if a round has too few clients; "" if it has enough."""
         if not self.n_hostile or clients > 2 * self.n_hostile:
             return ""
-        need = (
-            f"n_hostile = {self.n_hostile} needs more than {2 * self.n_hostile} replies in a round"
-        )
-        return f"combine = {self.kind!r} with {need}, and there are {clients}"
+        text = f"combine = {self.kind!r} with n_hostile = {self.n_hostile} needs more than"
+        return f"{text} {2 * self.n_hostile} replies in a round, and there are {clients}"
 
     def of(
-        self,
-        updates: Sequence[Arrays],
-        clients: int,
-        factors: Sequence[float],
-        divisor: float | None = None,
+        self, updates: Sequence[Arrays], clients: int, factors: Sequence[float], divisor: float
     ) -> dict[str, Float64]:
         """Return one update for a number of clients; those without an update count as zeros.
 
-        The mean is the sum of updates times factors, over the `divisor` (None: the clients).
+        The mean, and that of "arc", is the sum of updates times factors, over the `divisor`.
         """
         if self.kind == "trimmed":
             return trimmed_mean(updates, clients, self.n_hostile)
@@ -162,7 +152,7 @@ class Combining:
             for i, update in enumerate(updates):
                 norms[i] = norm_of(update, "arc") or 0.0
             factors = arc_factors(norms, self.n_hostile)[: len(updates)]
-        return averaged(updates, divisor or clients, factors)
+        return averaged(updates, divisor, factors)
 
 
 def averaged(

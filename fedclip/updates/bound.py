@@ -23,9 +23,9 @@ from fedclip.core import parameters
 from fedclip.core.docstrings import Documented
 from fedclip.core.parameters import integer, limit, non_negative, parameter, unit_interval
 from fedclip.errors import StateError
-from fedclip.privacy.accounting import Accountant, check_evaluation
+from fedclip.privacy.accounting import RELATIONS, Accountant, check_evaluation, state_of
 from fedclip.privacy.correlated import coefficients
-from fedclip.updates.client_noise import SiteNoise, share_of_clients
+from fedclip.updates.client_noise import SiteNoise
 from fedclip.updates.limits import zeros
 from fedclip.updates.noise import MANY_ROUNDS, Budget, draws_of
 from fedclip.updates.protocol import Arrays, Participation, SentBound
@@ -97,9 +97,7 @@ class AdaptiveBound(Documented):
     """File with all rounds, over restarts and runs; resuming needs it. Use one for a set of
     clients. A round is written before it begins. None: what was spent is forgotten with the
     process, and no server resumes from a checkpoint."""
-    relation: str = parameter(
-        parameters.choice, ("add-remove", "replace-one"), default="add-remove"
-    )
+    relation: str = parameter(parameters.choice, RELATIONS, default="add-remove")
     """Neighbours lack one client ("add-remove"), or replace one ("replace-one", with twice the
     noise)."""
     separation: int = parameter(integer, 1, default=1)
@@ -116,7 +114,7 @@ class AdaptiveBound(Documented):
     noise_at: str = parameter(parameters.choice, ("server", "clients"), default="server")
     """Who adds noise: the "server", or "clients", so that nobody sees a sum without it. With
     "clients", `update-clip-client` needs the table `noise`."""
-    honest: float | None = parameter(share_of_clients, default=None)
+    honest: float | None = parameter(parameters.fraction, default=None)
     """Share of clients that surely add noise, in (0, 1], for "clients". The others may collude with
     the server."""
     evaluation_share: float = parameter(parameters.share, default=0.0)
@@ -168,13 +166,11 @@ class AdaptiveBound(Documented):
                 raise ValueError(f"{needing[0]} goes with noise_multiplier > 0: set that, too")
             return None
         if turns and self.evaluation_share:
-            raise ValueError(
-                "evaluation_share does not go with separation > 1: leave one of them out"
-            )
+            why = "evaluation_share does not go with separation > 1: leave one of them out"
+            raise ValueError(why)
         if self.expected_clients is None:
-            raise ValueError(
-                "noise_multiplier needs expected_clients, the number of clients in a round"
-            )
+            why = "noise_multiplier needs expected_clients, the number of clients in a round"
+            raise ValueError(why)
         self.check_goes_with("rounds", "noise", "banded")
         self.check_goes_with("momentum", "noise", "banded")
         if banded and not (turns and self.rounds):
@@ -213,13 +209,8 @@ class AdaptiveBound(Documented):
                 raise ValueError(f"noise_at='clients' goes with {name}={only!r}, got {value!r}")
         if not self.follows and self.bound != self.max_norm:
             raise ValueError("noise_at='clients' with a fixed bound needs max_norm = start_norm")
-        return SiteNoise(
-            noise_multiplier=self.noise_multiplier,
-            expected_clients=self.expected_clients,
-            honest=self.honest,
-            max_norm=self.max_norm,
-            bits_noise=self.budget.bits_noise,
-        )
+        agreed = {name: getattr(self, name) for name in SiteNoise.parameters}
+        return SiteNoise(**agreed | {"bits_noise": self.budget.bits_noise})
 
     @property
     def epsilon(self) -> float:
@@ -270,13 +261,11 @@ class AdaptiveBound(Documented):
         self.round += 1
         if self.budget is not None:
             self.budget.unevaluated = True
-        share = None
-        votes = clients
+        share, votes = None, clients
         if self.follows:
             counts, votes, divisor, noise = self._counted(counts, clients, noised)
-            self.bound, self.variance, share = self.rule.after(
-                self.sent.bound, self.variance, counts, divisor, noise
-            )
+            after = self.rule.after(self.sent.bound, self.variance, counts, divisor, noise)
+            self.bound, self.variance, share = after
         self.withheld = self.sent.only_votes
         if self.site is not None and (why := self.site.void(clients, counted=False)):
             self.withheld = True
@@ -302,7 +291,8 @@ class AdaptiveBound(Documented):
         assert sent is not None
         if self.withheld:
             if self.budget is not None and not sent.only_votes:
-                self.budget.skip(average, self.round)
+                # Later rounds count a round that is not released as one.
+                self.budget.next_noise(average, self.round)
             return zeros(average)
         if self.budget is None or self.site is not None:
             return average
@@ -387,7 +377,8 @@ class AdaptiveBound(Documented):
         """Return the bound, the number of rounds, and what was spent of the budget."""
         state = {"bound": self.bound, "round": self.round, "spent": []}
         if self.budget is not None:
-            state |= {"ledger": self.budget.identity(), "spent": self.budget.accountant.get_state()}
+            state["ledger"] = self.budget.identity()
+            state["spent"] = state_of(self.budget.accountant.spent)
         return state | {"variance": self.variance}
 
     def set_state(self, state: Mapping[str, object]) -> None:
@@ -409,9 +400,8 @@ class AdaptiveBound(Documented):
             raise StateError(str(exc)) from exc
         spent = Accountant.check_state(state["spent"])
         if spent and self.budget is None:
-            raise StateError(
-                "the state has spent a privacy budget: set its noise_multiplier here, too"
-            )
+            why = "the state has spent a privacy budget: set its noise_multiplier here, too"
+            raise StateError(why)
         self.bound, self.round, self.variance = self.rule.within(bound), round_, variance
         if self.budget is not None:
             self.budget.votes_first = self.start_norm is None and round_ == 0

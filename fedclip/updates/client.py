@@ -70,10 +70,6 @@ class Outcome(NamedTuple):
         )
 
 
-def _order(zeroing_ord: object) -> Order:
-    return check_order(zeroing_ord)
-
-
 class UpdateClient(Configured):
     """Clips the updates of one client; the parameters are those of `clipped-averaging`.
 
@@ -94,7 +90,7 @@ class UpdateClient(Configured):
     zeroing_factor: float | None = parameter(
         partial(parameters.number, "a finite number > 1", 1.0, open_low=True), default=None
     )
-    zeroing_ord: Order = parameter(_order, default="inf")
+    zeroing_ord: Order = parameter(lambda zeroing_ord: check_order(zeroing_ord), default="inf")
     on_nonfinite: str = parameter(parameters.choice, ("skip", "raise"), default="skip")
 
     def __post_init__(self) -> None:

@@ -37,6 +37,7 @@ from fedclip.core import parameters
 from fedclip.core.parameters import Configured, integer, limit, non_negative, parameter, positive
 from fedclip.privacy.accounting import default_bits_noise, split_noise
 from fedclip.privacy.discrete import draws, honest_sites, site_variance
+from fedclip.updates.aggregation import host_values
 from fedclip.updates.protocol import Arrays, SentBound
 from fedclip.updates.votes import BINS
 
@@ -72,11 +73,6 @@ UNSURE_PEERS = (
     "server may be left with the noise of one client alone. With masking, clients count the others"
 )
 """The assumptions under which the sums are safe."""
-
-
-def share_of_clients(honest: float) -> float:
-    """Return the share, if it is in (0, 1]."""
-    return parameters.number("a number in (0, 1]", 0.0, 1.0, open_low=True, honest=honest)
 
 
 class SiteNoise(Configured):
@@ -116,7 +112,7 @@ class SiteNoise(Configured):
 
     noise_multiplier: float = parameter(positive)
     expected_clients: int = parameter(integer, 1)
-    honest: float = parameter(share_of_clients)
+    honest: float = parameter(parameters.fraction)
     max_norm: float = parameter(limit)
     bits_noise: float | None = parameter(non_negative, default=None)
 
@@ -219,7 +215,7 @@ class SiteNoise(Configured):
 
     def integers(self, arrays: Arrays, bound: float, step: float) -> dict[str, NDArray[np.int64]]:
         """Return an update within the bound, with its noise, in steps."""
-        hosts = {name: _values(array) for name, array in arrays.items()}
+        hosts = {n: np.asarray(host_values(array), np.float64) for n, array in arrays.items()}
         room = self._room(sum(values.size for values in hosts.values()), bound, step)
         variance = self._variance_of(bound, step)
         norm = math.sqrt(sum(float(np.vdot(v, v)) for v in hosts.values())) / step
@@ -246,7 +242,8 @@ class SiteNoise(Configured):
         middles = {name: np.asarray((k + 0.5) * step) for name, k in drawn.items()}
         shared, zero = rounded(middles, arrays), (int(quantizer.int_range) + 1) // 2
         for name, k in drawn.items():
-            arrived = quantizer.quantize_array(_values(shared[name])).astype(np.int64) - zero
+            values = np.asarray(host_values(shared[name]), np.float64)
+            arrived = quantizer.quantize_array(values).astype(np.int64) - zero
             if (arrived != k).any():
                 raise ValueError(f"{name!r} would arrive as other integers than were drawn")
         return shared
@@ -310,11 +307,6 @@ class SiteNoise(Configured):
         if 2 * self._offset * peers >= getattr(encrypter, "max_int", math.inf):
             return "votes with their noise do not fit into integers of this bitsize: raise it"
         return ""
-
-
-def _values(array: Array) -> Float64:
-    backend = backend_of(array)
-    return np.asarray(backend.to_host(backend.dense(array)), np.float64)
 
 
 def _bits(arrays: Arrays) -> int:

@@ -24,14 +24,7 @@ from fedclip.core.measures import Order
 from fedclip.core.scopes import Groups, Scope, in_table, resolve
 from fedclip.rules import NoState
 from fedclip.rules.constant import Constant
-from fedclip.transforms import (
-    Gradient,
-    NormClipping,
-    NotFiniteError,
-    Transform,
-    prepare,
-    take_step,
-)
+from fedclip.transforms import Gradient, NormClipping, NotFiniteError, Transform, prepare, take_step
 from fedclip.transforms.base import Plan
 from fedclip.updates.protocol import Arrays, Reply
 from fedclip.updates.votes import COUNTS, is_one_of
@@ -58,10 +51,9 @@ def signature(arrays: Arrays) -> Signature:
 def check_whole(scope: Scope) -> None:
     """Refuse a table that gives some tensors no part of a bound of the whole update."""
     if isinstance(scope, Mapping) and "*" not in scope:
-        raise ValueError(
-            f'the table scope={dict(scope)!r} needs "*", a number for the other tensors: a bound '
-            "from update-clip-server is split in proportion to these numbers"
-        )
+        text = f'the table scope={dict(scope)!r} needs "*", a number for the other tensors'
+        why = "a bound from update-clip-server is split in proportion to these numbers"
+        raise ValueError(f"{text}: {why}")
 
 
 @dataclass
@@ -229,10 +221,9 @@ def refuse_statistics(model: Arrays) -> None:
     """
     if names := statistics_of(model):
         named = ", ".join(map(repr, names[:4])) + (f" and {len(names) - 4} more" * (len(names) > 4))
-        raise ValueError(
-            f"the model holds running statistics ({named:.300}), and noise is for weights only: "
-            "keep them at the clients (personal layers), or use GroupNorm"
-        )
+        text = f"the model holds running statistics ({named:.300}), and noise is for weights only"
+        advice = "keep them at the clients (personal layers), or use GroupNorm"
+        raise ValueError(f"{text}: {advice}")
 
 
 def statistics_of(model: Arrays) -> list[str]:

@@ -119,15 +119,12 @@ class Budget:
             self.update_noise = accounting.split_noise(self.update_noise, bits_noise)
         self.update_noise *= math.hypot(*coefficients)
         self.accountant.epsilon()  # a ledger that is damaged is refused now
-        if max_epsilon is None:
-            return
         first, delta = accountant.epsilon(noise_multiplier, 1), accountant.delta
-        if first > max_epsilon:
+        if max_epsilon is not None and first > max_epsilon:
             enough = accounting.noise_multiplier(max_epsilon, delta, 1, relation=relation)
-            raise ValueError(
-                f"one round costs epsilon = {first:.4g} at delta={delta!r}, above max_epsilon="
-                f"{max_epsilon!r}: take noise_multiplier >= {math.ceil(100 * enough) / 100:g}"
-            )
+            advice = f"take noise_multiplier >= {math.ceil(100 * enough) / 100:g}"
+            text = f"one round costs epsilon = {first:.4g} at delta={delta!r}"
+            raise ValueError(f"{text}, above max_epsilon={max_epsilon!r}: {advice}")
 
     def _begin(self) -> None:
         """Begin a schedule, and with it a stream of noise."""
@@ -179,10 +176,9 @@ class Budget:
     def _votes_multiplier(self) -> float:
         """The noise multiplier of a round that only counts votes, and its evaluation."""
         votes = min(2.0 * self.bits_noise, sys.float_info.max)
-        if self.evaluation_noise > 0.0:
-            # 1 / sqrt(votes^-2 + evaluation^-2), without squares that overflow.
-            return votes / math.hypot(1.0, votes / self.evaluation_noise)
-        return votes
+        # 1 / sqrt(votes^-2 + evaluation^-2), without squares that overflow.
+        ratio = votes / self.evaluation_noise if self.evaluation_noise > 0.0 else 0.0
+        return votes / math.hypot(1.0, ratio)
 
     def _after_votes(self) -> Accountant:
         """Return what will be spent after a first round that only counts votes."""
@@ -254,10 +250,7 @@ class Budget:
 
     def refusal(self) -> str:
         """Return why there can be no further round; "" if there can."""
-        if self.max_epsilon is None:
-            return ""
-        after = self.cost(1)
-        if after <= self.max_epsilon:
+        if self.max_epsilon is None or (after := self.cost(1)) <= self.max_epsilon:
             return ""
         what = "rounds" if self.separation == 1 else "turns of each client"
         spent = f"epsilon is {self.epsilon:.4g} after {self.accountant.rounds} {what}"
@@ -292,17 +285,13 @@ class Budget:
 
         `exact` is the average before it was rounded to the dtypes of the model.
         """
-        std, normals = self.update_noise * bound / self.clients, self._next(average, round_)
+        std, normals = self.update_noise * bound / self.clients, self.next_noise(average, round_)
         # What a round takes back must be of the same values, whatever their order.
         names = sorted(average)
         result = add_noise({name: average[name] for name in names}, std, normals, exact)
         return {name: result[name] for name in average}
 
-    def skip(self, average: Mapping[str, Array], round_: int) -> None:
-        """Draw the noise of a round that is not released: later rounds count it as one."""
-        self._next(average, round_)
-
-    def _next(self, average: Mapping[str, Array], round_: int) -> Normals:
+    def next_noise(self, average: Mapping[str, Array], round_: int) -> Normals:
         """Return a function that hands out the noise of a round, piece by piece."""
         self._drawn = True
         normals = self._draws(round_, 1)

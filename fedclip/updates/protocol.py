@@ -30,7 +30,6 @@ from fedclip.arrays import Array
 from fedclip.core import parameters
 from fedclip.core.plugins import VERSION
 from fedclip.core.scopes import Scope, check_scope
-from fedclip.errors import Unchecked
 from fedclip.updates.votes import BINS
 
 Arrays = Mapping[str, Array]
@@ -156,13 +155,9 @@ def _text(**values: object) -> str:
     return "" if "" in values.values() else parameters.name(**values)
 
 
-def _scope(**values: Unchecked) -> Scope:
-    return check_scope(json.loads(_text(**values)), limits=True)
-
-
 _FIELDS: Mapping[str, Callable[..., Any]] = {
     "bound": parameters.positive,
-    "scope": _scope,
+    "scope": lambda **values: check_scope(json.loads(_text(**values)), limits=True),
     "round": partial(parameters.integer, 1),
     "bins": partial(parameters.integer, 0),
     **dict.fromkeys(("adaptive", "private", "steps", "only_votes"), parameters.boolean),
@@ -183,10 +178,8 @@ def bound_from(message: Mapping[str, object]) -> SentBound:
     try:
         return SentBound(**{n: check(**{n: content.get(n)}) for n, check in _FIELDS.items()})
     except (TypeError, ValueError) as exc:
-        raise ValueError(
-            f"the server's message is not that of update clipping ({exc!s:.200}): both need the "
-            "same version of fedclip"
-        ) from None
+        text = f"the server's message is not that of update clipping ({exc!s:.200})"
+        raise ValueError(f"{text}: both need the same version of fedclip") from None
 
 
 def reply_to(reply: Reply) -> dict[str, int]:
@@ -213,11 +206,8 @@ def reply_from(arrays: Arrays, table: object, sender: str = "") -> Reply:
     table = dict[str, Any](table) if isinstance(table, Mapping) else {}
     counts: dict[str, Any] = {name: table.get(name) for name in _COUNTS}
     place = table.get("bin", 0)
-    kinds, others = (
-        {*map(type, [*counts.values(), place])},
-        table.keys() - {*_COUNTS, "steps", "bin"},
-    )
-    if kinds != {int} or others:
+    kinds = {*map(type, [*counts.values(), place])}
+    if kinds != {int} or table.keys() - {*_COUNTS, "steps", "bin"}:
         fault = "it says nothing that update clipping does: the client has no update clipping, "
         return Reply(arrays, sender=sender, fault=f"{fault}or another one")
     bins = tuple([int(i == place) for i in range(BINS)]) if "bin" in table else ()
@@ -261,11 +251,10 @@ class Participation(NamedTuple):
         """Return why these turns are closer than accounting has them; "" if they are not."""
         if self.separation >= separation:
             return ""
-        text = (
-            f"{self.clients} clients have a turn every {self.separation} rounds, below separation="
-        )
+        text = f"{self.clients} clients have a turn every {self.separation} rounds, below"
         needed = f"with expected_clients={per_round}, that takes more than"
-        return f"{text}{separation}: {needed} {(separation - 1) * per_round} clients"
+        least = f"{needed} {(separation - 1) * per_round} clients"
+        return f"{text} separation={separation}: {least}"
 
 
 class Schedule:

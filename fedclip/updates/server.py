@@ -107,11 +107,8 @@ class UpdateServer:
 
         `due` is what a `Schedule` says of the round, if clients take turns.
         """
-        self.bound.sent = replace(
-            self.bound.open(due),
-            scope=self.aggregation.limits.scope,
-            steps=self.aggregation.shares.kind == "steps",
-        )
+        scope, steps = self.aggregation.limits.scope, self.aggregation.shares.kind == "steps"
+        self.bound.sent = replace(self.bound.open(due), scope=scope, steps=steps)
         # A round that was not closed is discarded.
         self._running = None
         return self.bound.sent

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
@@ -30,7 +29,7 @@ from typing import Any, NamedTuple
 from fedclip.core.plugins import VERSION
 from fedclip.core.records import SERVED, RoundRecord
 from fedclip.errors import StateError, nearest
-from fedclip.privacy.ledger import FILE, locked
+from fedclip.privacy.ledger import FILE, locked, write_out
 from fedclip.updates.aggregation import Combining
 from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.client import UpdateClient
@@ -40,6 +39,8 @@ from fedclip.updates.server import UpdateServer
 from fedclip.updates.weights import Shares
 
 _PARTS: tuple[Callable[..., Any], ...] = (AdaptiveBound, UpdateClient, Shares, Combining)
+_OF_PART = {part: {*inspect.signature(part).parameters} for part in _PARTS}
+_KNOWN = set[str]().union(*_OF_PART.values())
 # Those that an app may have for itself, too, outside of the table.
 _ANYBODYS = {
     *("combine", "delta", "exclude", "generator", "learning_rate", "max_steps", "momentum"),
@@ -47,17 +48,12 @@ _ANYBODYS = {
 }
 
 
-def _known(part: Callable[..., Any]) -> set[str]:
-    return set(inspect.signature(part).parameters)
-
-
 def _of(part: Callable[..., Any], settings: Mapping[str, object]) -> dict[str, Any]:
     """Return those of the settings that a part takes; refuse one that none takes."""
-    known = set[str]().union(*map(_known, _PARTS))
-    for name in settings.keys() - known:
-        hint = nearest(name, known) or f"; its parameters are {', '.join(sorted(known))}"
+    for name in settings.keys() - _KNOWN:
+        hint = nearest(name, _KNOWN) or f"; its parameters are {', '.join(sorted(_KNOWN))}"
         raise TypeError(f"update clipping has no parameter {name!r}{hint}")
-    return {name: settings[name] for name in settings if name in _known(part)}
+    return {name: settings[name] for name in settings if name in _OF_PART[part]}
 
 
 def settings_in(run_config: Mapping[str, object]) -> dict[str, Any]:
@@ -83,22 +79,20 @@ def settings_in(run_config: Mapping[str, object]) -> dict[str, Any]:
     ValueError: nobody reads 'update_clip.noise-multiplier': write update-clip.noise-multiplier
     """
     settings: dict[str, Any] = {}
-    known = set[str]().union(*map(_known, _PARTS)) - _ANYBODYS
     for name, value in run_config.items():
         table, dot, key = name.rpartition(".")
         if not name.startswith("update-clip."):
             meant = "clip" in table.lower() and nearest(table, ["update-clip", "updateclip"])
-            if meant or get_close_matches(_snake(key), known, n=1, cutoff=0.9):
+            if meant or get_close_matches(_snake(key), _KNOWN - _ANYBODYS, n=1, cutoff=0.9):
                 advice = "" if dot else ", or give a setting of the app itself another name"
                 raise ValueError(f"nobody reads {name!r}: write update-clip.{key}{advice}")
             continue
         key, dot, inner = name.removeprefix("update-clip.").partition(".")
         key = _snake(key)
-        if key in settings and not (
-            dot and isinstance(settings[key], dict) and inner not in settings[key]
-        ):
+        known = settings.get(key, {})
+        if key in settings and not (dot and isinstance(known, dict) and inner not in known):
             raise ValueError(f"update-clip.{key.replace('_', '-')} is given twice: keep one")
-        settings[key] = {**settings.get(key, {}), inner: value} if dot else value
+        settings[key] = {**known, inner: value} if dot else value
     return settings
 
 
@@ -171,10 +165,8 @@ def read(path: Path) -> StoredState:
         if not all(isinstance(table, dict) for table in (stored.settings, *stored.rounds)):
             raise TypeError("settings must be a table, and rounds tables")
     except (OSError, KeyError, TypeError, ValueError, RecursionError) as exc:
-        raise StateError(
-            f"{path} is not a server's file of update clipping, or is damaged ({exc!r:.200}): name "
-            "the folder of this federation"
-        ) from exc
+        text = f"{path} is not a server's file of update clipping, or is damaged ({exc!r:.200})"
+        raise StateError(f"{text}: name the folder of this federation") from exc
     return stored
 
 
@@ -318,9 +310,7 @@ class PersistentServer:
             "modules": [("update-clip-server", {"rounds": [*self._records()]})],
         }
         fresh = self.path.with_name(f"{SERVED}.new")
-        with fresh.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(content, default=list))
-            file.flush()
-            os.fsync(file.fileno())
+        fresh.unlink(missing_ok=True)
+        write_out(fresh, json.dumps(content, default=list))
         # A crash leaves the old file or the new one.
         fresh.replace(self.path)

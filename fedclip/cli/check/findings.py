@@ -73,17 +73,11 @@ class Check:
     @property
     def problems(self) -> list[Finding]:
         """The findings that would stop a run, or make it differ from what is written."""
-        return [finding for finding in self.findings if finding.level == "problem"]
+        return self.of("problem")
 
-    @property
-    def leaks(self) -> list[Finding]:
-        """The findings about what leaves without being covered by a guarantee."""
-        return [finding for finding in self.findings if finding.level == "leak"]
-
-    @property
-    def notes(self) -> list[Finding]:
-        """The findings to read before a run."""
-        return [finding for finding in self.findings if finding.level == "note"]
+    def of(self, *levels: Level) -> list[Finding]:
+        """Return the findings of some levels."""
+        return [finding for finding in self.findings if finding.level in levels]
 
     def add(self, *findings: Finding) -> None:
         """Add findings, each message on one line."""

@@ -14,7 +14,6 @@ from fedclip.cli.catalogue import is_ours, registries
 from fedclip.cli.check.findings import CLIENT, SERVER, Check, Finding, Section, problem, text_of
 from fedclip.cli.check.settings import Setting, argument_problems, fits, refusals
 from fedclip.core import parameters
-from fedclip.core.parameters import Config
 from fedclip.core.toml import toml_value
 from fedclip.engines.declearn.statistics_server import SharedServer
 from fedclip.errors import nearest, shown
@@ -163,9 +162,7 @@ def _build(check: Check, where: str, label: str, cls: type[Plugin], config: Sect
 
 def _check_plugin(check: Check, spec: object, kind: str, where: str) -> Plugin:
     """Look up and build one plug-in; return it, or None if it cannot be built."""
-    match spec:
-        case str() as name:
-            config: Config = {}
+    match [spec, {}] if isinstance(spec, str) else spec:
         case [str() as name, dict() as config]:
             pass
         case _:

@@ -220,10 +220,9 @@ def _noise_in(where: str, plugins: Sequence[Plugin], *, bounded: bool) -> Iterat
         bound = before.l2_bound if before.formula else None
         spent = epsilon([Release(std / bound)], 1e-5) if bound and std > 0 else math.inf
         if bound and spent > MOST:
-            text = (
-                f"{plugin.name}: std = {std:g} is too small for a sensitivity of {before.formula}"
-            )
-            yield leak(where, f"{text}: one step costs epsilon = {spent:.4g} at delta = 1e-5")
+            text = f"std = {std:g} is too small for a sensitivity of {before.formula}"
+            text = f"{text}: one step costs epsilon = {spent:.4g} at delta = 1e-5"
+            yield leak(where, f"{plugin.name}: {text}")
         for other in earlier if where == CLIENT else plugins:
             if is_shared(other) if where == CLIENT else _tells(other):
                 text = f"{other.name} sends statistics without the noise of {plugin.name}"
@@ -231,7 +230,7 @@ def _noise_in(where: str, plugins: Sequence[Plugin], *, bounded: bool) -> Iterat
 
 
 # -- secure aggregation ------------------------------------------------------------------------
-def _resolution(setting: Setting) -> Iterator[Finding]:
+def _secagg(setting: Setting) -> Iterator[Finding]:
     """Check how much the integers of secure aggregation add to an update."""
     adaptive = next((p for p in setting.server if p.name == "update-clip-server"), None)
     limit = getattr(setting.aggregator, "max_norm", None) if adaptive is None else adaptive.bound
@@ -252,6 +251,4 @@ def _resolution(setting: Setting) -> Iterator[Finding]:
         yield Finding("problem" if integers.norm_added > limit else "note", "[secagg]", text)
 
 
-_CHECKS = (
-    *(_stages, _unnoised, _records_clipped, _run_privacy, _noise_modules, _released, _resolution),
-)
+_CHECKS = (_stages, _unnoised, _records_clipped, _run_privacy, _noise_modules, _released, _secagg)

@@ -40,9 +40,7 @@ def update_problems(setting: Setting) -> Iterator[Finding]:
     secure, shares, combining = setting.secagg is not None, aggregator.shares, aggregator.combining
     reasons = (
         aggregator.unfit(bool(client or server)),
-        "fairness replaces clipped-averaging: remove fairness"
-        if "fairness" in setting.optim
-        else "",
+        "fairness replaces clipped-averaging: remove fairness" * ("fairness" in setting.optim),
         aggregator.aggregation.unfit_for_noise() if noise and aggregator.exclude else "",
         WITH_NOISE if noise and shares.kind != "equal" else "",
         shares.unfit(secure),
@@ -213,10 +211,8 @@ def reply_findings(setting: Setting) -> Iterator[Finding]:
     if not setting.quickrun and network.get("protocol") == "websockets":
         # In a quickrun file, fedclip's own protocol takes its place.
         yield problem("[network]", "min_replies needs protocol = 'fedclip-websockets'")
-    for unfit in quorum_problems(
-        secagg=secure, fairness="fairness" in setting.optim, aggregator=name
-    ):
-        yield problem(where, unfit.text)
+    unfit = quorum_problems(secagg=secure, fairness="fairness" in setting.optim, aggregator=name)
+    yield from (problem(where, reason.text) for reason in unfit)
     low, _ = registered(part_of(setting.config, "run"))
     if setting.clients and least > setting.clients:
         text = f"min_replies = {least}, but a round has at most {setting.clients} clients: lower it"

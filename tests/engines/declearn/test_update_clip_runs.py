@@ -16,6 +16,7 @@ from federation_runs import ADAPTIVE, N, complete, running
 
 from fedclip.engines.declearn.restart import load_round
 from fedclip.errors import StateError
+from fedclip.privacy.accounting import state_of
 from fedclip.privacy.ledger import read_entries, total
 
 pytestmark = pytest.mark.slow
@@ -155,4 +156,4 @@ def test_what_clients_were_asked_for_is_charged_wherever_the_server_dies(
         assert {(schedule, int(round_)) for _, schedule, round_ in lines} <= set(rounds)
         of_clients = Counter(name for name, *_ in lines)
         assert sum(r.steps for e in charged for r in e.spent) >= max(of_clients.values(), default=0)
-    assert run.state()["spent"] == total(charged).get_state()
+    assert run.state()["spent"] == state_of(total(charged).spent)

@@ -19,7 +19,7 @@ from fedclip.cli.privacy import read_spent
 from fedclip.dpsgd.calibrate import calibrate, steps_of_a_round
 from fedclip.dpsgd.step import MODES, PoissonSampler, SampleClipping
 from fedclip.privacy import ledger as ledgers
-from fedclip.privacy.accounting import Release, epsilon, order_for
+from fedclip.privacy.accounting import Release, account, epsilon, order_for
 from fedclip.privacy.ledger import Ledger, fingerprint, read_entries, total
 
 
@@ -352,7 +352,7 @@ def test_several_plans_are_counted_at_the_order_of_the_first(tmp_path: Path) -> 
     again = Ledger(6.0, 1e-6, path)
     assert again.reserve(0.9, 0.02, 50) == 50
     order = order_for(first, 1e-5)
-    found = epsilon([first, second], 1e-6, order=order)
+    found = account([first, second], 1e-6, order=order).epsilon
     assert again.spent == found
     assert epsilon([first, second], 1e-6) < found < 1.2 * epsilon([first, second], 1e-6)
     (found,) = read_spent(path)

@@ -66,7 +66,7 @@ def random_rows(rng: np.random.Generator) -> tuple[np.ndarray, int]:
 
 def combined(kind: str, rows: np.ndarray, f: int) -> np.ndarray:
     updates = [{"w": row} for row in rows]
-    return np.asarray(Combining(kind, f).of(updates, len(rows), [1.0] * len(rows))["w"])
+    return np.asarray(Combining(kind, f).of(updates, len(rows), [1.0] * len(rows), len(rows))["w"])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -93,7 +93,7 @@ def test_arrays_of_each_framework_and_dtype(
     ]
     values = [to_numpy(vector) for vector in given]
     for kind in KINDS:
-        found = Combining(kind, 1).of([v.coefs for v in given], 5, [1.0] * 5)
+        found = Combining(kind, 1).of([v.coefs for v in given], 5, [1.0] * 5, 5)
         rows = np.stack([np.append(v["w"].ravel(), v["b"]).astype(float) for v in values])
         right = by_hand(kind, rows, 1)
         assert {name: mean.dtype for name, mean in found.items()} == dict.fromkeys("wbe", float)
