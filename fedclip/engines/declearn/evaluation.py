@@ -158,16 +158,13 @@ def beyond_range(reply: EvaluationReply, clipval: float) -> list[str]:
 
     Raises
     ------
-    ValueError
-        If the evaluation must not be sent: a count is beyond the range, a number is NaN, or
-        declearn cannot sum a metric securely. The message reveals none of the numbers.
+    NotImplementedError, ValueError
+        If the evaluation must not be sent: declearn cannot sum a metric securely, a count is
+        beyond the range, or a number is NaN. The message reveals none of the numbers.
     """
     numbers: list[tuple[str, Unchecked]] = [("loss", reply.loss)]
     for name, state in reply.metrics.items():
-        try:
-            fields = state.prepare_for_secagg()[0]
-        except NotImplementedError as exc:
-            raise ValueError(str(exc)) from exc
+        fields = state.prepare_for_secagg()[0]
         numbers += [(field if field in _COUNTS else name, x) for field, x in fields.items()]
     if any(np.isnan(number).any() for _, number in numbers):
         raise ValueError("an evaluation gives NaN, which a secure sum cannot hold")
