@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import Any, NoReturn
 from uuid import uuid4
 
@@ -58,17 +59,9 @@ class GatedNetwork(NetworkClient, register=False):
     def _setup_ssl_context(certificate: str | None = None) -> None:
         """Return nothing: the inner network client has its context."""
 
-    async def start(self) -> None:
-        """Connect to the server."""
-        await self._inner.start()
-
-    async def stop(self) -> None:
-        """Close the connection."""
-        await self._inner.stop()
-
-    async def register(self) -> bool:
-        """Send the server the name of this client, and the version of declearn."""
-        return await self._inner.register()
+    start: Any = property(attrgetter("_inner.start"))
+    stop: Any = property(attrgetter("_inner.stop"))
+    register: Any = property(attrgetter("_inner.register"))
 
     async def recv_message(self, timeout: float | None = None) -> messaging.SerializedMessage[Any]:
         """Return the next message of the server; the gate counts it, as it may be replied to.
