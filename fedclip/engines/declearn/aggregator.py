@@ -7,7 +7,6 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from operator import attrgetter
 from typing import Any, ClassVar, Self
 
 from declearn.aggregator import Aggregator
@@ -19,7 +18,6 @@ from fedclip.core.messages import SideBySide, messages_in
 from fedclip.core.parameters import parameter
 from fedclip.core.plugins import Versioned
 from fedclip.engines.declearn import context
-from fedclip.engines.declearn.context import ROUND, UPDATES
 from fedclip.engines.declearn.messages import ClippedUpdates, zeros_like
 from fedclip.updates.aggregation import Aggregation, Combining, RunningAverage
 from fedclip.updates.client import UpdateClient
@@ -176,8 +174,8 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
     # -- on a client ----------------------------------------------------------------------------
     def prepare_for_sharing(self, updates: Vector[Any], n_steps: int) -> ClippedUpdates:
         """Clip the update of a round, or zero it, and count it."""
-        whole = ROUND.get().client is not None
-        round_ = ROUND.get().client or context.ClientPart(SentBound(self.max_norm or 0.0))
+        whole = (part := context.ROUND.get().client) is not None
+        round_ = part or context.ClientPart(SentBound(self.max_norm or 0.0))
         sent, add_noise = round_.sent, round_.add_noise
         if why := self.unfit(whole) or (self.aggregation.unfit_for_noise() if sent.private else ""):
             raise ValueError(why)
@@ -205,10 +203,10 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         round_, module = context.under_way(counted=True) or (None, None)
         sent = messages_in(updates)
         parts = [p if isinstance(p, ClippedUpdates) else ClippedUpdates.stranger(p) for p in sent]
-        model, names = context.blank(), context.names_of(UPDATES, len(parts))
+        model, names = context.blank(), context.names_of(context.UPDATES, len(parts))
         bound = round_.sent.bound if round_ else (self.max_norm or float("inf"))
         # Without the sampler, assume that most replies have the tensors of the model.
-        senders = context.senders_of(UPDATES)
+        senders = context.senders_of(context.SUM)
         like = _most([p.updates for p in parts], "shape") if model is None else model
         if self.shares.table and parts[0].n_clients == 1 and not any(names):
             text = "clipped-averaging has a table of weights, and does not know who has sent which"
@@ -259,7 +257,6 @@ def _most(vectors: Sequence[Any], what: str) -> Any:
 def _forms(vector: Any, what: str) -> Any:
     """Return type, names, and shapes or dtypes of a client's update; None if it has none."""
     try:
-        forms = map(attrgetter(what), vector.coefs.values())
-        return (type(vector), frozenset(zip(vector.coefs, forms, strict=True)))
+        return type(vector), frozenset((n, getattr(x, what)) for n, x in vector.coefs.items())
     except Exception:  # it may be anything, and must not end the run
         return None

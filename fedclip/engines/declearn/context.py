@@ -33,9 +33,10 @@ from fedclip.updates.protocol import Arrays, Participation, SentBound
 AnyModel: TypeAlias = Model[Any]
 AnyModule: TypeAlias = OptiModule[Any]
 AnyVector: TypeAlias = Vector[Any]
+Blank: TypeAlias = Callable[[], AnyVector] | None
 
-UPDATES = "updates"
-"""The key of the updates, next to the names of auxiliary variables."""
+UPDATES, SUM = "updates", "secure sum"
+"""The keys of updates, and of a secure sum, next to the names of auxiliary variables."""
 
 
 @dataclass
@@ -92,7 +93,7 @@ class Senders(NamedTuple):
 
     reply: ref[object]
     by_key: Mapping[str, Sequence[str]]
-    blank: Callable[[], AnyVector] | None
+    blank: Blank
 
 
 @dataclass(frozen=True)
@@ -162,11 +163,7 @@ def expected() -> Mapping[str, Any]:
     return messages or {}
 
 
-def note(
-    reply: object,
-    senders: Mapping[str, Sequence[str]],
-    blank: Callable[[], AnyVector] | None = None,
-) -> None:
+def note(reply: object, senders: Mapping[str, Sequence[str]], blank: Blank = None) -> None:
     """Note who sent what, until the `reply`, one of the round, is gone; None forgets the notes.
 
     `blank` returns an update of zeros, of the model's shapes.

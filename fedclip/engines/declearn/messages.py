@@ -17,13 +17,12 @@ import numpy as np
 from declearn.aggregator import ModelUpdates
 from declearn.model.api import Vector
 
-from fedclip.arrays import Float64
 from fedclip.core.messages import FromServer, Message, Unsummed
 from fedclip.engines.declearn.context import AnyVector
 from fedclip.engines.declearn.secagg import inside
 from fedclip.errors import Unchecked
 from fedclip.updates.limits import peaks, zeros
-from fedclip.updates.votes import BINS, COUNTS, counts_of, is_one_of, is_vote
+from fedclip.updates.votes import BINS, COUNTS, is_one_of, is_vote
 
 AUX_NAME = "update-clip"
 """Name under which bound and votes are exchanged."""
@@ -107,11 +106,6 @@ class UpdateClipVotes(Message):
     n_faults: int = 0
     n_noised: Counts | None = None
     n_bins: Counts | None = None
-
-    @property
-    def counts(self) -> Float64:
-        """The number of votes for each bin."""
-        return counts_of(self.n_votes, self.n_within, () if self.n_bins is None else self.n_bins)
 
     def to_dict(self) -> dict[str, object]:
         """Return the fields that are sent."""
@@ -215,11 +209,10 @@ class ClippedUpdates(Unsummed, ModelUpdates):
             # These are integers of the encrypter's grid, within its range.
             return content, None
         limit, factor = self.secagg_range or DECLEARN_RANGE, self.factor
-        why = UNWEIGHED if factor is None else self.beyond(limit)
-        if factor is None or why:
+        if why := UNWEIGHED if factor is None else self.beyond(limit):
             _LOGGER.error("zeros are sent instead of the update: %s", why)
-            content |= {"updates": zeros_like(self.updates), "n_clipped": 0, "n_zeroed": 1}
-            return content, None
+            zeroed = {"updates": zeros_like(self.updates), "n_clipped": 0, "n_zeroed": 1}
+            return content | zeroed, None
         # The server cannot weigh what it does not see.
         updates = self.updates if factor == 1.0 else self.updates * factor
         content["updates"] = type(updates)(dict(inside(updates.coefs, limit)))

@@ -131,7 +131,7 @@ class NamedClients(ClientSampler):
         awaited = context.expected()
         # For a secure sum, declearn passes the same reply for every client.
         if len({*map(id, replies)}) < len(replies):
-            context.note(replies[0], {UPDATES: [*client_to_reply]})
+            context.note(replies[0], {context.SUM: [*client_to_reply]})
         else:
             self._vet_variables(client_to_reply, awaited)
             self._vet_updates(replies)

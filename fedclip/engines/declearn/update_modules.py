@@ -36,7 +36,7 @@ from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.client_noise import UNENCRYPTED, SiteNoise
 from fedclip.updates.limits import norm_of
 from fedclip.updates.protocol import SentBound
-from fedclip.updates.votes import BINS, WITHOUT_BINS
+from fedclip.updates.votes import BINS, WITHOUT_BINS, counts_of
 
 
 class UpdateNorms(OptiModule[Any]):
@@ -248,7 +248,7 @@ class UpdateClipClient(Versioned, UpdateNorms):
                 self.note(outcome.norm, sent, outcome.clipped)
             if self.site is not None and sent.adaptive:
                 return UpdateClipVotes(n_noised=self.site.vote(reply.bins))
-            bins = list(reply.bins) if len(reply.bins) else None
+            bins = [*reply.bins] or None
             return UpdateClipVotes(n_votes=reply.votes, n_within=reply.within, n_bins=bins)
         finally:
             change(client=None)
@@ -372,7 +372,8 @@ class UpdateClipServer(AdaptiveBound, OptiModule[Any]):
             self.warn(WITHOUT_BINS)
         with_noise = clients if self.site is None else clients - faults
         noised = [v.n_noised for v in votes if v.n_noised is not None]
-        self.count(sum((v.counts for v in known), np.zeros(BINS)), with_noise, noised)
+        counts = (counts_of(v.n_votes, v.n_within, v.n_bins) for v in known)
+        self.count(sum(counts, np.zeros(BINS)), with_noise, noised)
         if 0 < faults <= clients:
             pairs = zip(context.names_of(self.aux_name, len(votes)), votes, strict=True)
             faulty = [repr(name) for name, vote in pairs if name and vote.n_faults][:5]
