@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 
 from declearn.optimizer import Optimizer, list_optim_modules, list_optim_regularizers
 from declearn.optimizer.modules import OptiModule
@@ -23,8 +22,6 @@ from declearn.optimizer.regularizers import Regularizer
 from fedclip.errors import Unchecked, nearest
 from fedclip.privacy.guarantees import COARSEST, Plugin, Shapes, number
 from fedclip.privacy.sensitivity import Analysis, analyse_plugins
-
-__all__ = ["analyse", "before_noise", "in_words", "warnings"]
 
 
 def analyse(pipeline: Unchecked, shapes: Shapes | None = None, *, finite: bool = False) -> Analysis:
@@ -59,17 +56,16 @@ def analyse(pipeline: Unchecked, shapes: Shapes | None = None, *, finite: bool =
     >>> print(analyse(["norm-clip", "yogi"], shapes).reasons[0])
     yogi: no bound is known of it
     """
-    rates: list[float | None] = [None, 0.0]
     if isinstance(pipeline, Mapping):
         pipeline = Optimizer(**pipeline)
     if isinstance(pipeline, Optimizer):
         config = pipeline.get_config()
-        rates = _numbers(config["lrate"], config["w_decay"])
-        pipeline = [*pipeline.regularizers, *pipeline.modules]
+        lrate, w_decay = _numbers(config["lrate"], config["w_decay"])
+        plugins = [*pipeline.regularizers, *pipeline.modules]
+        return replace(analyse(plugins, shapes, finite=finite), lrate=lrate, w_decay=w_decay)
     if isinstance(pipeline, str) or not isinstance(pipeline, Sequence) or _is_spec(pipeline):
         pipeline = [pipeline]
-    result = analyse_plugins([*map(_plugin, pipeline)], shapes, finite=finite)
-    return replace(result, lrate=rates[0], w_decay=rates[1])
+    return analyse_plugins([*map(_plugin, pipeline)], shapes, finite=finite)
 
 
 def _numbers(*rates: object) -> list[float | None]:
@@ -98,12 +94,12 @@ def _plugin(value: Unchecked) -> Plugin:
 def in_words(
     client: Sequence[object],
     server: Sequence[object],
-    aggregator: object = None,
+    aggregator: object,
     *,
-    optim: Mapping[str, object] = MappingProxyType({}),
-    steps: object = None,
-    privacy: Mapping[str, object] | None = None,
-    unit: str = "record",
+    optim: Mapping[str, object],
+    steps: object,
+    privacy: Mapping[str, object],
+    unit: str,
 ) -> list[str]:
     """Return one line for each stage: what is clipped there.
 

@@ -89,9 +89,7 @@ class SharedServer(OptiModule[Any], register=False):
         self, *, max_steps: int = MAX_STEPS, shared_name: str | None = None, **settings: object
     ) -> None:
         parameters.refuse_unknown(type(self), settings)
-        self.max_steps = parameters.integer(1, max_steps=max_steps)
-        if self.max_steps > 2**31:
-            raise ValueError(f"max_steps must be at most 2^31, got {max_steps!r}")
+        self.max_steps = parameters.integer(1, 2**31, max_steps=max_steps)
         # The clipper checks the parameters, and makes the rule.
         clipper = self.clipper(shared=True, shared_name=shared_name, **settings)
         self.shared_name = clipper.shared_name
