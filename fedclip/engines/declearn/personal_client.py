@@ -48,6 +48,7 @@ from fedclip.site.policy import Policy
 from fedclip.updates.client_noise import UNENCRYPTED, SiteNoise
 
 Request: TypeAlias = messaging.TrainRequest | messaging.EvaluationRequest
+Round: TypeAlias = Callable[[Request], Message]
 
 FILE = "personal_layers.mpk"
 """The file of a client's personal layers, in its folder of checkpoints."""
@@ -155,7 +156,7 @@ class PersonalFederatedClient(FederatedClient):
                 name = f"{verb}_under_constraints"
                 methods[name] = untold(self.logger, f"the {work}")(getattr(manager, name))
         for name in ("training_round", "evaluation_round"):
-            methods[name] = partial(self._round, manager.model, getattr(manager, name))
+            methods[name] = partial(self._round, manager, getattr(manager, name))
 
     @staticmethod
     def _demand(noise: Config, aggregator: object, modules: Sequence[Plugin]) -> None:
@@ -173,12 +174,9 @@ class PersonalFederatedClient(FederatedClient):
         self.logger.error("Refused: %s.", why)
         return Error(f"refused by fedclip: {why}")
 
-    def _check_covered(self) -> None:
-        """Refuse a round in which this client's noise would not cover all that it shares."""
-        assert self._manager is not None
-        of = self._manager.aggrg
-        if not _adds_noise(self._manager.optim.modules):
-            return
+    @staticmethod
+    def _check_covered(of: object) -> None:
+        """Refuse an aggregator with which noise would not cover all that a client shares."""
         if not isinstance(of, ClippedAveraging):
             raise ValueError("noise from the clients needs the aggregator 'clipped-averaging'")
         if why := RAISES if of.on_nonfinite == "raise" else of.aggregation.unfit_for_noise():
@@ -263,14 +261,13 @@ class PersonalFederatedClient(FederatedClient):
                 os.fsync(file.fileno())
             fresh.replace(self.layers)
 
-    def _round(
-        self, model: AnyModel, run: Callable[[Request], Message], message: Request
-    ) -> Message:
+    def _round(self, manager: TrainingManager, run: Round, message: Request) -> Message:
         """Run a round with the server's weights and this client's personal layers."""
+        model = manager.model
         personal = frozenset() if self._model is None else self._model.own
         try:
-            if isinstance(message, messaging.TrainRequest):
-                self._check_covered()
+            if isinstance(message, messaging.TrainRequest) and _adds_noise(manager.optim.modules):
+                self._check_covered(manager.aggrg)
             if message.weights is not None:
                 message.weights = personal_layers.merged(model, personal, message.weights)
             self._before = None if self._model is None else _layers_of(self._model)
@@ -293,8 +290,7 @@ class PersonalFederatedClient(FederatedClient):
             names = (rf"(?<![\w.]){re.escape(name)}(?![\w.])" for name in personal)
             if any(re.search(name, reply.message) for name in names):
                 return Error("an error that names layers which stay on this client; its log has it")
-        sent = [reply.updates, reply.aux_var] if isinstance(reply, TrainReply) else []
-        if leaks := _named(sent, personal):
+        if isinstance(reply, TrainReply) and (leaks := _named(reply, personal)):
             self.logger.error("Not sent, as it names %s, which stay here.", listed(leaks))
             why = "modules that share gradients, such as scaffold"
             return Error(f"refused by fedclip: {why}, do not go with personal layers")

@@ -51,6 +51,13 @@ from fedclip.privacy.noise import Normals, secure_normals
 Budget: TypeAlias = tuple[float, float]
 
 
+def _budget(max_budget: object) -> Budget:
+    if not isinstance(max_budget, (list, tuple)) or len(max_budget) != 2:
+        raise TypeError(f"max_budget must be (epsilon, delta), got {max_budget!r}")
+    epsilon = parameters.positive(**{"epsilon of max_budget": max_budget[0]})
+    return epsilon, parameters.unit_interval(**{"delta of max_budget": max_budget[1]})
+
+
 class PrivateFederatedClient(PersonalFederatedClient):
     """declearn's `FederatedClient` with DP-SGD: each record protected by a budget of the client's.
 
@@ -130,13 +137,7 @@ class PrivateFederatedClient(PersonalFederatedClient):
         valid_persons: Ids | None = None,
         **settings: Any,
     ) -> None:
-        self.max_budget: Budget | None = None
-        if max_budget is not None:
-            if not isinstance(max_budget, (list, tuple)) or len(max_budget) != 2:
-                raise TypeError(f"max_budget must be (epsilon, delta), got {max_budget!r}")
-            epsilon = parameters.positive(**{"epsilon of max_budget": max_budget[0]})
-            delta = parameters.unit_interval(**{"delta of max_budget": max_budget[1]})
-            self.max_budget = epsilon, delta
+        self.max_budget = parameters.optional(_budget, max_budget=max_budget)
         self.require_privacy = parameters.boolean(require_privacy=require_privacy)
         super().__init__(*args, **settings)
         # Read now, as long as nobody else could see it fail.
