@@ -14,8 +14,39 @@ from fedclip.core.plugins import VERSION, Plugin, other
 from fedclip.errors import Unchecked
 
 
-class Message(Plugin, register=False):
-    """Stands for declearn's `AuxVar`: a dataclass that engines send, and add up."""
+class SideBySide:
+    """The messages of several clients, of any types, in the order in which they were added."""
+
+    def __init__(self, *messages: object) -> None:
+        self.messages = [*messages]
+
+    def __add__(self, other: object) -> Self:
+        self.messages.append(other)
+        return self
+
+
+def messages_in(received: Unchecked) -> list[Any]:
+    """Return the messages of single clients, or a secure sum alone."""
+    return received.messages if isinstance(received, SideBySide) else [received]
+
+
+class Unsummed:
+    """A message that `+` puts next to others, unchecked: whoever receives them adds them up.
+
+    Nothing here raises, whatever a client may have sent: an exception while declearn adds up the
+    replies would leave its server waiting for ever.
+    """
+
+    def __add__(self, other: object) -> Any:
+        return SideBySide(self, other)
+
+    def __radd__(self, other: object) -> Any:
+        """Take ``0 + message``, and a message of another type that came first."""
+        return self if isinstance(other, int) and other == 0 else SideBySide(other, self)
+
+
+class Message(Unsummed, Plugin, register=False):
+    """Stands for declearn's `AuxVar`: a dataclass that engines send, and put next to others."""
 
     group = "AuxVar"
 
@@ -33,23 +64,10 @@ class Message(Plugin, register=False):
         """Make a message from what came over the wire, unchecked."""
         raise NotImplementedError
 
-    def aggregate(self, other: Any) -> Self:
-        """Add another client's message."""
-        raise TypeError(f"{type(self).__name__} cannot be added up")
-
     @staticmethod
     def default_aggregate(first: Any, second: Any) -> Any:
         """Add two values of a field, as declearn does for fields in cleartext."""
         return first + second
-
-    def __add__(self, other: object) -> Self:
-        try:
-            return self.aggregate(other)
-        except TypeError:
-            return NotImplemented
-
-    def __radd__(self, other: object) -> Self:
-        return self if isinstance(other, int) and other == 0 else NotImplemented
 
     def prepare_for_secagg(self) -> tuple[dict[str, object], dict[str, object] | None]:
         """Return the fields to encrypt, and those that stay in cleartext."""

@@ -24,7 +24,7 @@ import itertools
 import math
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from types import MappingProxyType
 from typing import NamedTuple, Self, TypeAlias
@@ -315,11 +315,10 @@ class FedclipSharedState(FromServer):
 
 @dataclass
 class FedclipSharedCounts(Message):
-    """The message from a client to the server, at the end of each round, or a sum of messages.
+    """The message from a client to the server, at the end of each round, or a secure sum.
 
-    Nothing here raises, whatever a client may have sent: an exception while declearn adds up the
-    replies would leave its server waiting for ever. `counts_of` finds invalid messages later, and
-    the server leaves them out.
+    Nothing here raises, whatever a client may have sent. `counts_of` finds invalid messages later,
+    and the server leaves them out.
 
     Attributes
     ----------
@@ -327,13 +326,10 @@ class FedclipSharedCounts(Message):
         Number of clients in the message.
     counts
         Whole numbers >= 0, of shape (rows, groups); see `fedclip.statistics.counts`.
-    parts
-        The messages of single clients, if they came in cleartext.
     """
 
     members: Unchecked
     counts: Unchecked
-    parts: list[object] | None = field(default=None, repr=False)
 
     def to_dict(self) -> dict[str, object]:
         """Return the message in cleartext: small integers, most of them of one byte."""
@@ -343,19 +339,6 @@ class FedclipSharedCounts(Message):
     def from_dict(cls, data: object) -> Self:
         """Make the message of one client from what came over the wire, unchecked."""
         return cls(1, data.get("counts") if isinstance(data, Mapping) else None)
-
-    def aggregate(self, other: object) -> Self:
-        """Put another client's message next to this one, in constant time."""
-        if self.parts is None:
-            return type(self)(0, None, parts=[self, other])
-        self.parts.append(other)
-        return self
-
-    def __radd__(self, other: object) -> Self:
-        """Take ``0 + message``, and a message of another kind that came first."""
-        if isinstance(other, int) and other == 0:
-            return self
-        return type(self)(0, None, parts=[other, self])
 
     def prepare_for_secagg(self) -> tuple[dict[str, object], dict[str, object] | None]:
         """Return all fields, for encryption: `Tally` makes no number above 2^31."""

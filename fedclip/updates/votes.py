@@ -78,7 +78,7 @@ def is_vote(votes: object, within: object, bins: object) -> bool:
     return right and (sum(bins), sum(bins[:WITHIN])) == (votes, within)
 
 
-def counts_of(votes: int, within: int, bins: Sequence[float]) -> Float64:
+def counts_of(votes: int, within: int, bins: Sequence[float] | None) -> Float64:
     """Return votes as one count for each bin.
 
     An older client does not say which: its vote counts as half for each of the two bins next to the
@@ -90,7 +90,7 @@ def counts_of(votes: int, within: int, bins: Sequence[float]) -> Float64:
     array([0. , 0. , 0. , 0. , 0. , 0.5, 0.5, 0. , 0. , 0. ])
     """
     counts = np.zeros(BINS)
-    if len(bins):
+    if bins is not None and len(bins):
         counts += bins
     else:
         counts[WITHIN - 2 : WITHIN] = within / 2

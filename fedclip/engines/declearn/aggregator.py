@@ -7,7 +7,6 @@ import logging
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from operator import attrgetter
 from typing import Any, ClassVar, Self
 
 from declearn.aggregator import Aggregator
@@ -15,10 +14,10 @@ from declearn.model.api import Vector
 
 from fedclip.arrays import rounded
 from fedclip.core import parameters
+from fedclip.core.messages import SideBySide, messages_in
 from fedclip.core.parameters import parameter
 from fedclip.core.plugins import Versioned
 from fedclip.engines.declearn import context
-from fedclip.engines.declearn.context import ROUND, UPDATES
 from fedclip.engines.declearn.messages import ClippedUpdates, zeros_like
 from fedclip.updates.aggregation import Aggregation, Combining, RunningAverage
 from fedclip.updates.client import UpdateClient
@@ -175,71 +174,62 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
     # -- on a client ----------------------------------------------------------------------------
     def prepare_for_sharing(self, updates: Vector[Any], n_steps: int) -> ClippedUpdates:
         """Clip the update of a round, or zero it, and count it."""
-        whole = ROUND.get().client is not None
-        round_ = ROUND.get().client or context.ClientPart(SentBound(self.max_norm or 0.0))
-        sent, site = round_.sent, round_.site
+        whole = (part := context.ROUND.get().client) is not None
+        round_ = part or context.ClientPart(SentBound(self.max_norm or 0.0))
+        sent, add_noise = round_.sent, round_.add_noise
         if why := self.unfit(whole) or (self.aggregation.unfit_for_noise() if sent.private else ""):
             raise ValueError(why)
         if sent.private:
             refuse_statistics(updates.coefs)
         outcome = round_.outcome = self.outcome(updates.coefs, sent.bound, n_steps, whole)
-        reply = round_.reply = outcome.reply(sent)
+        reply = outcome.reply(sent)
         arrays = reply.arrays
-        if site is not None:
-            arrays = site.shared(arrays, sent.bound, round_.step, round_.encrypter)
+        if add_noise is not None:
+            arrays = add_noise(arrays)
         vector = updates if arrays is updates.coefs else type(updates)(dict(arrays))
         weight = self.shares.counted(n_steps) if self.shares.kind == "steps" else 1
         result = ClippedUpdates(vector, weight, 1, reply.clipped, reply.zeroed)
-        result.secagg_range, result.noised = self.secagg_range, bool(site)
-        if self.shares.kind != "equal":
-            result.factor = self.shares.factor(self.client, n_steps)
-        if not site and self.secagg_range and (why := result.beyond(self.secagg_range)):
+        result.secagg_range, result.noised = self.secagg_range, bool(add_noise)
+        result.factor = self.shares.factor(self.client, n_steps)
+        if not add_noise and self.secagg_range and (why := result.beyond(self.secagg_range)):
             raise ValueError(why)
         return result
 
     # -- on the server --------------------------------------------------------------------------
     def finalize_updates(self, updates: Any) -> Vector[Any]:
         """Return the average of the replies; those that are not valid count as zeros."""
-        if not isinstance(updates, ClippedUpdates):
+        if not isinstance(updates, (ClippedUpdates, SideBySide)):
             raise TypeError(f"got {type(updates).__name__}: give clients clipped-averaging")
         round_, module = context.under_way(counted=True) or (None, None)
-        parts = updates.parts or (updates,)
-        model, names, known = (
-            context.blank(),
-            context.names_of(UPDATES, len(parts)),
-            context.senders_of(UPDATES),
-        )
+        sent = messages_in(updates)
+        parts = [p if isinstance(p, ClippedUpdates) else ClippedUpdates.stranger(p) for p in sent]
+        model, names = context.blank(), context.names_of(context.UPDATES, len(parts))
         bound = round_.sent.bound if round_ else (self.max_norm or float("inf"))
         # Without the sampler, assume that most replies have the tensors of the model.
-        senders = [sender.name for sender in known]
+        senders = context.senders_of(context.SUM)
         like = _most([p.updates for p in parts], "shape") if model is None else model
         if self.shares.table and parts[0].n_clients == 1 and not any(names):
-            raise ValueError(
-                "clipped-averaging has a table of weights, and does not know who has sent which "
-                "reply: set client_sampler = {'strategy': 'named-clients'}"
-            )
+            text = "clipped-averaging has a table of weights, and does not know who has sent which"
+            raise ValueError(f"{text} reply: set client_sampler = {{'strategy': 'named-clients'}}")
         site, budget = (module.site, module.budget) if module else (None, None)
-        if module and (why := self.combining.unfit(secure=updates.n_clients > len(parts))):
+        if module and (why := self.combining.unfit(secure=any(p.n_clients > 1 for p in parts))):
             # Not an error: declearn's server would wait for its clients for ever.
             module.halt(why)
         self.limits.noise = site.std(1.0) if site else 0.0
-        running = RunningAverage(
-            self.aggregation,
-            getattr(like, "coefs", {}),
-            bound,
-            partial(_LOGGER.warning, f"{self.name}: %s"),
-            whole=round_ is not None,
-            clients=budget.clients if budget else None,
-        )
+        warn = partial(_LOGGER.warning, f"{self.name}: %s")
+        divisor = budget.clients if budget else None
+        terms = self.aggregation, getattr(like, "coefs", {}), bound, warn
+        running = RunningAverage(*terms, whole=round_ is not None, clients=divisor)
         for part, name in zip(parts, names, strict=True):
             arrays: Any = getattr(part.updates, "coefs", None)
             fault = part.fault or (OTHER_TENSORS if type(part.updates) is not type(like) else "")
             of: dict[str, Any] = {"clients": max(1, part.n_clients), "steps": part.weights}
+            of |= {"clipped": part.n_clipped, "zeroed": part.n_zeroed}
             running.add(Reply(arrays, sender=name, senders=senders, fault=fault, **of))
         exact = running.finish()
         # With noise, clients do not send these counts.
-        counts = f"{updates.n_clipped} clipped, {updates.n_zeroed} zeroed by their clients, "
-        text = f"{updates.n_clients} updates, {'' if budget else counts}"
+        counts = f"{running.clipped} clipped, {running.zeroed} zeroed by their clients, "
+        text = f"{running.clients} updates, {'' if budget else counts}"
         _LOGGER.info("clipped-averaging: %s%d refused", text, sum(map(bool, running.faults)))
         if like is None:
             faults = "; ".join(running.faults)
@@ -252,7 +242,7 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
             round_.average, round_.exact = average, exact
         if round_ and module and budget:
             trouble = self.aggregation.unfit_for_noise() or module.unheard(running.void)
-            counted = len(parts) == 1 and updates.n_clipped + updates.n_zeroed > 0
+            counted = len(parts) == 1 and running.clipped + running.zeroed > 0
             round_.trouble = trouble or (site.void(running.valid, counted) if site else "")
         return average
 
@@ -267,7 +257,6 @@ def _most(vectors: Sequence[Any], what: str) -> Any:
 def _forms(vector: Any, what: str) -> Any:
     """Return type, names, and shapes or dtypes of a client's update; None if it has none."""
     try:
-        forms = map(attrgetter(what), vector.coefs.values())
-        return (type(vector), frozenset(zip(vector.coefs, forms, strict=True)))
+        return type(vector), frozenset((n, getattr(x, what)) for n, x in vector.coefs.items())
     except Exception:  # it may be anything, and must not end the run
         return None

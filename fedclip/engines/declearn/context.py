@@ -28,37 +28,30 @@ from declearn.optimizer.modules import OptiModule
 from fedclip.arrays import Float64
 from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.client import Outcome
-from fedclip.updates.client_noise import SiteNoise
-from fedclip.updates.protocol import Participation, Reply, SentBound
+from fedclip.updates.protocol import Arrays, Participation, SentBound
 
 AnyModel: TypeAlias = Model[Any]
 AnyModule: TypeAlias = OptiModule[Any]
 AnyVector: TypeAlias = Vector[Any]
+Blank: TypeAlias = Callable[[], AnyVector] | None
 
-UPDATES = "updates"
-"""The key of the updates, next to the names of auxiliary variables."""
+UPDATES, SUM = "updates", "secure sum"
+"""The keys of updates, and of a secure sum, next to the names of auxiliary variables."""
 
 
 @dataclass
 class ClientPart:
-    """One round of a client; `outcome` and `reply` follow when the aggregator clips the update.
+    """One round of a client; the `outcome` follows when the aggregator clips the update.
 
     Attributes
     ----------
-    site
-        The noise that the client adds, if it does.
-    encrypter
-        declearn's, which encrypts the reply; None in cleartext.
-    step
-        The distance of the integers in which the update is shared, if the client adds noise.
+    add_noise
+        Returns an update with the noise that the client adds; None if it adds none.
     """
 
     sent: SentBound
-    site: SiteNoise | None = None
-    encrypter: object = None
-    step: float = 0.0
+    add_noise: Callable[[Arrays], Arrays] | None = None
     outcome: Outcome | None = None
-    reply: Reply | None = None
 
 
 @dataclass
@@ -85,35 +78,6 @@ class ServerPart:
     trouble: str = ""
 
 
-class Sender(NamedTuple):
-    """A client whose message has arrived.
-
-    Attributes
-    ----------
-    faulty
-        Whether the message was found to be invalid.
-    summed
-        Whether only the sum of several messages is known, which is nobody's.
-    """
-
-    name: str
-    faulty: bool = False
-    summed: bool = False
-
-
-class Expected(NamedTuple):
-    """The message that a module of the server expects.
-
-    Attributes
-    ----------
-    abstention
-        Makes the replacement for a message of another kind.
-    """
-
-    kind: type[Any]
-    abstention: Callable[[], Any]
-
-
 class Senders(NamedTuple):
     """Who sent what, for each key in the order in which replies are added up.
 
@@ -121,13 +85,15 @@ class Senders(NamedTuple):
     ----------
     reply
         One of the replies: when it is gone, the round is over.
+    by_key
+        The names of the clients.
     blank
         Returns an update of zeros, of the model's shapes.
     """
 
     reply: ref[object]
-    by_key: Mapping[str, Sequence[Sender]]
-    blank: Callable[[], AnyVector] | None
+    by_key: Mapping[str, Sequence[str]]
+    blank: Blank
 
 
 @dataclass(frozen=True)
@@ -154,7 +120,7 @@ class RoundContext:
     sharing: tuple[AnyModel, object] | None = None
     participation: Participation | None = None
     members: Any = None
-    expected: Mapping[str, Expected] | None = None
+    expected: Mapping[str, Any] | None = None
     senders: Senders | None = None
     evaluations: Any = None
 
@@ -185,23 +151,19 @@ def under_way(counted: bool) -> tuple[ServerPart, AdaptiveBound] | None:
 
 
 # -- on the server: which messages to expect, and who sent which one ------------------------------
-def expect(key: str, kind: type[Any], abstention: Callable[[], Any]) -> None:
-    """Note which message is expected under the name of an auxiliary variable."""
-    change(expected={**(ROUND.get().expected or {}), key: Expected(kind, abstention)})
+def expect(key: str, abstention: Any) -> None:
+    """Note the type of an auxiliary variable, by what replaces one of another type."""
+    change(expected={**(ROUND.get().expected or {}), key: abstention})
 
 
-def expected() -> Mapping[str, Expected]:
-    """Return the expected messages, and forget them: the next round notes them again."""
+def expected() -> Mapping[str, Any]:
+    """Return what is expected, and forget it: the next round notes it again."""
     messages = ROUND.get().expected
     change(expected=None)
     return messages or {}
 
 
-def note(
-    reply: object,
-    senders: Mapping[str, Sequence[Sender]],
-    blank: Callable[[], AnyVector] | None = None,
-) -> None:
+def note(reply: object, senders: Mapping[str, Sequence[str]], blank: Blank = None) -> None:
     """Note who sent what, until the `reply`, one of the round, is gone; None forgets the notes.
 
     `blank` returns an update of zeros, of the model's shapes.
@@ -209,7 +171,7 @@ def note(
     change(senders=None if reply is None else Senders(ref(reply), senders, blank))
 
 
-def senders_of(key: str | None) -> Sequence[Sender]:
+def senders_of(key: str | None) -> Sequence[str]:
     """Return the known senders of the messages, or of those in a secure sum."""
     known = ROUND.get().senders
     return known.by_key.get(key or "", ()) if known and known.reply() is not None else ()
@@ -218,8 +180,7 @@ def senders_of(key: str | None) -> Sequence[Sender]:
 def names_of(key: str | None, total: int) -> list[str]:
     """Return who sent each of `total` messages, in the order of the sum; "" where not known."""
     senders = senders_of(key)
-    known = len(senders) == total
-    return [s.name if not s.summed else "" for s in senders] if known else [""] * total
+    return [*senders] if len(senders) == total else [""] * total
 
 
 def blank() -> AnyVector | None:

@@ -36,7 +36,7 @@ from declearn.metrics import MeanMetric, MetricSet, MetricState
 from declearn.metrics._mean import MeanState
 from numpy.typing import NDArray
 
-from fedclip.core import parameters
+from fedclip.core.parameters import Configured, number, parameter
 from fedclip.dpsgd.calibrate import evaluation_noise
 from fedclip.dpsgd.persample.base import Data, Failed, Float64, retry_halving
 from fedclip.dpsgd.persons import Persons
@@ -158,16 +158,13 @@ def beyond_range(reply: EvaluationReply, clipval: float) -> list[str]:
 
     Raises
     ------
-    ValueError
-        If the evaluation must not be sent: a count is beyond the range, a number is NaN, or
-        declearn cannot sum a metric securely. The message reveals none of the numbers.
+    NotImplementedError, ValueError
+        If the evaluation must not be sent: declearn cannot sum a metric securely, a count is
+        beyond the range, or a number is NaN. The message reveals none of the numbers.
     """
     numbers: list[tuple[str, Unchecked]] = [("loss", reply.loss)]
     for name, state in reply.metrics.items():
-        try:
-            fields = state.prepare_for_secagg()[0]
-        except NotImplementedError as exc:
-            raise ValueError(str(exc)) from exc
+        fields = state.prepare_for_secagg()[0]
         numbers += [(field if field in _COUNTS else name, x) for field, x in fields.items()]
     if any(np.isnan(number).any() for _, number in numbers):
         raise ValueError("an evaluation gives NaN, which a secure sum cannot hold")
@@ -261,7 +258,7 @@ def _check_sum(replies: Iterable[EvaluationReply], metrics: MetricSet) -> None:
             np.asarray(value, dtype=np.float64)
 
 
-class Accuracy(MeanMetric):
+class Accuracy(Configured, MeanMetric):
     """The share of records that a model classifies rightly: the metric ``accuracy``.
 
     Parameters
@@ -279,13 +276,11 @@ class Accuracy(MeanMetric):
 
     name = "accuracy"
 
-    def __init__(self, threshold: float = 0.5) -> None:
-        self.threshold = parameters.number("a number", threshold=threshold)
-        super().__init__()
+    threshold: float = parameter(number, "a number", default=0.5, kw_only=False)
 
-    def get_config(self) -> dict[str, object]:
-        """Return the parameters."""
-        return {"threshold": self.threshold}
+    def __post_init__(self) -> None:
+        """Begin with no records."""
+        MeanMetric.__init__(self)
 
     def metric_func(self, y_true: NDArray[np.generic], y_pred: Float64) -> NDArray[np.bool_]:
         """Return which records are right; refuse labels that are not one class for each."""

@@ -9,22 +9,20 @@ server only sees the sum.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from operator import add, attrgetter
 from typing import ClassVar, TypeAlias
 
 import numpy as np
 from declearn.aggregator import ModelUpdates
 from declearn.model.api import Vector
 
-from fedclip.arrays import Float64
-from fedclip.core.messages import FromServer, Message
+from fedclip.core.messages import FromServer, Message, Unsummed
 from fedclip.engines.declearn.context import AnyVector
 from fedclip.engines.declearn.secagg import inside
 from fedclip.errors import Unchecked
 from fedclip.updates.limits import peaks, zeros
-from fedclip.updates.votes import BINS, COUNTS, counts_of, is_one_of, is_vote
+from fedclip.updates.votes import BINS, COUNTS, is_one_of, is_vote
 
 AUX_NAME = "update-clip"
 """Name under which bound and votes are exchanged."""
@@ -39,9 +37,6 @@ UNWEIGHED = (
 """Why a client sends zeros instead of an update."""
 
 _LOGGER = logging.getLogger("declearn.client.fedclip")
-
-_VOTES = attrgetter("n_clients", "n_votes", "n_within", "n_faults")
-_COUNTED = attrgetter("weights", "n_clients", "n_clipped", "n_zeroed")
 
 Counts: TypeAlias = list[int]
 
@@ -84,7 +79,7 @@ class UpdateClipBound(FromServer):
 
 @dataclass
 class UpdateClipVotes(Message):
-    """The vote of a client about its update, or the sum over clients.
+    """The vote of a client about its update, or a secure sum.
 
     A message always has the same fields >= 0 in a round, because a secure sum needs all of them:
     four ints, and `n_bins` if the bound follows the votes, or `n_noised` if clients add noise.
@@ -111,26 +106,10 @@ class UpdateClipVotes(Message):
     n_faults: int = 0
     n_noised: Counts | None = None
     n_bins: Counts | None = None
-    # These are not sent: votes with noise, side by side, or their secure sum; and how many votes
-    # say no bin, and how many of these were within the bound.
-    noised: tuple[Counts, ...] = field(default=(), init=False, repr=False, compare=False)
-    coarse: Sequence[int] = field(default=(0, 0), init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        """Note what becomes of this vote in a sum."""
-        self.noised = () if self.n_noised is None else (self.n_noised,)
-        self.coarse = (self.n_votes, self.n_within) if self.n_bins is None else (0, 0)
-
-    def counts(self, coarse: bool = True) -> Float64:
-        """Return the number of votes for each bin; `coarse`: of those that say no bin, too."""
-        votes, within = self.coarse
-        counts = counts_of(votes, within, ()) if coarse and votes else np.zeros(BINS)
-        return counts if self.n_bins is None else counts + self.n_bins
 
     def to_dict(self) -> dict[str, object]:
         """Return the fields that are sent."""
-        content = {f.name: getattr(self, f.name) for f in fields(self) if f.init}
-        return {name: number for name, number in content.items() if number is not None}
+        return {name: number for name, number in vars(self).items() if number is not None}
 
     def prepare_for_secagg(self) -> tuple[dict[str, object], None]:
         """Return all fields, for encryption."""
@@ -154,37 +133,17 @@ class UpdateClipVotes(Message):
             return cls(1, votes, within, n_noised=noised, n_bins=bins)
         return cls(n_faults=1)
 
-    def aggregate(self, other: object) -> UpdateClipVotes:
-        """Return the sum; an object of another type counts as an invalid reply."""
-        other = other if isinstance(other, UpdateClipVotes) else UpdateClipVotes(n_faults=1)
-        result = UpdateClipVotes(*map(add, _VOTES(self), _VOTES(other)))
-        result.noised = self.noised + other.noised
-        result.coarse = [*map(sum, zip(self.coarse, other.coarse, strict=True))]
-        bins = [votes.n_bins for votes in (self, other) if votes.n_bins is not None]
-        result.n_bins = [*map(sum, zip(*bins, strict=True))] if bins else None
-        return result
-
-    def __add__(self, other: object) -> UpdateClipVotes:
-        # A message that keeps others side by side, in the wrong place, keeps this one, too.
-        is_other = isinstance(other, Message) and hasattr(other, "parts")
-        return NotImplemented if is_other else self.aggregate(other)
-
-    def __radd__(self, other: object) -> UpdateClipVotes:
-        """Add to 0, as declearn does, or to a client's object of another type."""
-        return self if isinstance(other, int) and not other else self.aggregate(other)
-
 
 @dataclass
-class ClippedUpdates(ModelUpdates):
-    """The update of one client, or the sum over clients.
+class ClippedUpdates(Unsummed, ModelUpdates):
+    """The update of one client, or a secure sum.
 
     Attributes
     ----------
     updates
-        The clipped update. None in what `aggregate` returns, which has the replies as `parts`.
+        The clipped update.
     weights
-        1 for each client; or its number of steps, if these are the weights, and below 0 if that
-        is not valid.
+        1 for each client; or the number of steps that it claims, if these are the weights.
     n_clients, n_clipped, n_zeroed
         Number of updates, and of those that were clipped or zeroed.
     """
@@ -199,7 +158,6 @@ class ClippedUpdates(ModelUpdates):
     secagg_range: float | None = field(default=None, init=False, repr=False, compare=False)
     factor: float | None = field(default=1.0, init=False, repr=False, compare=False)
     noised: bool = field(default=False, init=False, repr=False, compare=False)
-    parts: tuple[ClippedUpdates, ...] = field(default=(), init=False, repr=False, compare=False)
 
     def beyond(self, limit: float) -> str:
         """Return which values are beyond a range of secure aggregation; "" for none."""
@@ -214,7 +172,7 @@ class ClippedUpdates(ModelUpdates):
 
     @classmethod
     def from_dict(cls, data: Unchecked) -> ClippedUpdates:
-        """Return a client's reply, with `fault` set if it is not valid.
+        """Return a client's reply, with `fault` set if it is not valid; its weight is unchecked.
 
         An exception here would be in the server's loop, which would then never end.
         """
@@ -225,35 +183,16 @@ class ClippedUpdates(ModelUpdates):
             fault = f"the update is {type(vector).__name__}, not a Vector of tensors"
         elif not is_one_of(((1,),), [data.get("n_clients")]) or not is_one_of(COUNTS, counts):
             fault = "its counts are not of one client"
-        result = cls.refused(vector, fault) if fault else cls(vector, 1, 1, *counts)
-        claimed = data.get("weights")
-        result.weights = claimed if type(claimed) is int and claimed >= 0 else -1
-        return result
-
-    @classmethod
-    def refused(cls, vector: AnyVector | None, fault: str) -> ClippedUpdates:
-        """Return the replacement for an invalid reply."""
-        result = cls(vector, 1)
+        result = cls(vector, data.get("weights"), 1, *((0, 0) if fault else counts))
         result.fault = fault
         return result
 
     @classmethod
     def stranger(cls, reply: object) -> ClippedUpdates:
         """Return the replacement for a reply of another type."""
-        return cls.refused(None, f"it is of type {type(reply).__name__}")
-
-    def aggregate(self, other: object) -> ClippedUpdates:
-        """Return both replies, side by side, with the counts added up."""
-        if not isinstance(other, ClippedUpdates):
-            other = ClippedUpdates.stranger(other)
-        total = ClippedUpdates(None, *map(add, _COUNTED(self), _COUNTED(other)))
-        total.parts = (*(self.parts or (self,)), *(other.parts or (other,)))
-        return total
-
-    def __radd__(self, other: object) -> ClippedUpdates:
-        """Add to 0, as `sum` does, or to a reply of another type."""
-        is_start = isinstance(other, int) and not other
-        return self if is_start else ClippedUpdates.stranger(other).aggregate(self)
+        result = cls(None, 1)
+        result.fault = f"it is of type {type(reply).__name__}"
+        return result
 
     def prepare_for_secagg(self) -> tuple[dict[str, object], None]:
         """Return all fields, for encryption; replace an update that is out of range by zeros.
@@ -270,11 +209,10 @@ class ClippedUpdates(ModelUpdates):
             # These are integers of the encrypter's grid, within its range.
             return content, None
         limit, factor = self.secagg_range or DECLEARN_RANGE, self.factor
-        why = UNWEIGHED if factor is None else self.beyond(limit)
-        if factor is None or why:
+        if why := UNWEIGHED if factor is None else self.beyond(limit):
             _LOGGER.error("zeros are sent instead of the update: %s", why)
-            content |= {"updates": zeros_like(self.updates), "n_clipped": 0, "n_zeroed": 1}
-            return content, None
+            zeroed = {"updates": zeros_like(self.updates), "n_clipped": 0, "n_zeroed": 1}
+            return content | zeroed, None
         # The server cannot weigh what it does not see.
         updates = self.updates if factor == 1.0 else self.updates * factor
         content["updates"] = type(updates)(dict(inside(updates.coefs, limit)))

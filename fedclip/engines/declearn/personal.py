@@ -19,14 +19,13 @@ import runpy
 import warnings
 from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self
 
 from declearn.model.api import Model
 from declearn.typing import Batch
-from declearn.utils import DevicePolicy
 
-from fedclip.arrays import HostView
 from fedclip.core import parameters
 from fedclip.core.parameters import Config
 from fedclip.core.scopes import check_exclude, matched, within
@@ -270,27 +269,11 @@ class PersonalModel(AnyModel):
         """Refuse: all weights are trained, and declearn would share what it trains."""
         raise RuntimeError("personal layers are trained by fedclip.PersonalFederatedClient only")
 
-    def compute_batch_predictions(self, batch: Batch) -> tuple[HostView, HostView, HostView | None]:
-        """Return labels, predictions and weights."""
-        return self.model.compute_batch_predictions(batch)
-
-    def loss_function(self, y_true: HostView, y_pred: HostView) -> HostView:
-        """Return the loss of each record."""
-        return self.model.loss_function(y_true, y_pred)
-
-    @property
-    def required_data_info(self) -> set[str]:
-        """The fields of the data's description that the model needs."""
-        return self.model.required_data_info
-
-    @property
-    def device_policy(self) -> DevicePolicy:
-        """Where the model is."""
-        return self.model.device_policy
-
-    def update_device_policy(self, policy: DevicePolicy | None = None) -> None:
-        """Move the model."""
-        self.model.update_device_policy(policy)
+    compute_batch_predictions: Any = property(attrgetter("model.compute_batch_predictions"))
+    loss_function: Any = property(attrgetter("model.loss_function"))
+    required_data_info: Any = property(attrgetter("model.required_data_info"))
+    device_policy: Any = property(attrgetter("model.device_policy"))
+    update_device_policy: Any = property(attrgetter("model.update_device_policy"))
 
 
 LABEL = "about_these_models.txt"

@@ -16,6 +16,7 @@ and DP-SGD see all of its weights.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -47,6 +48,7 @@ from fedclip.site.policy import Policy
 from fedclip.updates.client_noise import UNENCRYPTED, SiteNoise
 
 Request: TypeAlias = messaging.TrainRequest | messaging.EvaluationRequest
+Round: TypeAlias = Callable[[Request], Message]
 
 FILE = "personal_layers.mpk"
 """The file of a client's personal layers, in its folder of checkpoints."""
@@ -144,13 +146,9 @@ class PersonalFederatedClient(FederatedClient):
                 self._refuse_counts(self._model, modules)
                 self._restore(self._model)
                 manager.model = self._model.model
-        if getattr(aggregator.prepare_for_sharing, "func", None) != self._share:
-            norms = None
-            if self.measures and not any(isinstance(module, UpdateNorms) for module in modules):
-                norms = UpdateNorms()
-                modules.append(norms)
-            share: Any = partial(self._share, aggregator, aggregator.prepare_for_sharing, norms)
-            vars(aggregator)["prepare_for_sharing"] = share
+        if self.measures and not any(isinstance(module, UpdateNorms) for module in modules):
+            modules.append(UpdateNorms())
+        vars(aggregator)["prepare_for_sharing"] = partial(self._share, manager)
         methods: Any = vars(manager)
         # DP-SGD hides its errors, which may reveal records, itself.
         if _adds_noise(modules) and not hasattr(manager, "make_private"):
@@ -158,7 +156,7 @@ class PersonalFederatedClient(FederatedClient):
                 name = f"{verb}_under_constraints"
                 methods[name] = untold(self.logger, f"the {work}")(getattr(manager, name))
         for name in ("training_round", "evaluation_round"):
-            methods[name] = partial(self._round, manager.model, getattr(manager, name))
+            methods[name] = partial(self._round, manager, getattr(manager, name))
 
     @staticmethod
     def _demand(noise: Config, aggregator: object, modules: Sequence[Plugin]) -> None:
@@ -176,29 +174,27 @@ class PersonalFederatedClient(FederatedClient):
         self.logger.error("Refused: %s.", why)
         return Error(f"refused by fedclip: {why}")
 
-    def _check_covered(self) -> None:
-        """Refuse a round in which this client's noise would not cover all that it shares."""
-        assert self._manager is not None
-        of = self._manager.aggrg
-        if not _adds_noise(self._manager.optim.modules):
-            return
+    @staticmethod
+    def _check_covered(of: object) -> None:
+        """Refuse an aggregator with which noise would not cover all that a client shares."""
         if not isinstance(of, ClippedAveraging):
             raise ValueError("noise from the clients needs the aggregator 'clipped-averaging'")
         if why := RAISES if of.on_nonfinite == "raise" else of.aggregation.unfit_for_noise():
             raise ValueError(why)
 
-    def _share(
-        self, of: Any, share: Any, norms: UpdateNorms | None, updates: AnyVector, n_steps: int
-    ) -> object:
+    def _share(self, manager: TrainingManager, updates: AnyVector, n_steps: int) -> object:
         """Save the layers before anything is sent; record and share the update without them."""
+        of: Any = manager.aggrg
         if self._model is not None:
             self._store(self._model)
             updates = self._model.shared(updates)
         # Under DP-SGD, only noised values are written.
-        if norms and n_steps and not hasattr(self._manager, "make_private"):
+        if n_steps and not hasattr(manager, "make_private"):
             bounded = isinstance(of, ClippedAveraging) and of.scope == "global" and not of.exclude
-            norms.measure(updates, of.max_norm if bounded else None)
-        return share(updates=updates, n_steps=n_steps)
+            for module in manager.optim.modules:
+                if type(module) is UpdateNorms:
+                    module.measure(updates, (bounded and of.max_norm) or math.inf)
+        return type(of).prepare_for_sharing(of, updates=updates, n_steps=n_steps)
 
     def _agreed(self, model: AnyModel) -> PersonalModel | None:
         """Return the model, if it has personal layers; refuse one that shares this client's."""
@@ -265,34 +261,28 @@ class PersonalFederatedClient(FederatedClient):
                 os.fsync(file.fileno())
             fresh.replace(self.layers)
 
-    def _round(
-        self, model: AnyModel, run: Callable[[Request], Message], message: Request
-    ) -> Message:
+    def _round(self, manager: TrainingManager, run: Round, message: Request) -> Message:
         """Run a round with the server's weights and this client's personal layers."""
+        model = manager.model
         personal = frozenset() if self._model is None else self._model.own
         try:
-            if isinstance(message, messaging.TrainRequest):
-                self._check_covered()
+            if isinstance(message, messaging.TrainRequest) and _adds_noise(manager.optim.modules):
+                self._check_covered(manager.aggrg)
             if message.weights is not None:
                 message.weights = personal_layers.merged(model, personal, message.weights)
-        except (TypeError, ValueError) as exc:
-            return self._refused(str(exc))
-        self._before = None if self._model is None else _layers_of(self._model)
-        change(sharing=(self._model or model, self._encrypter))
-        try:
+            self._before = None if self._model is None else _layers_of(self._model)
+            change(sharing=(self._model or model, self._encrypter))
             reply = run(message)
+            if isinstance(reply, EvaluationReply) and self._encrypter is not None:
+                limit = self._encrypter.quantizer.val_range
+                shared = reply if self.share_metrics else dataclasses.replace(reply, metrics={})
+                if beyond := listed(beyond_range(shared, limit)):
+                    text = "Sums over records of %s are clipped to the range ±%g of secure sums."
+                    self.logger.warning(text, beyond, limit)
+        except (NotImplementedError, TypeError, ValueError) as exc:
+            return self._refused(str(exc))
         finally:
             change(sharing=None)
-        if isinstance(reply, EvaluationReply) and self._encrypter is not None:
-            limit = self._encrypter.quantizer.val_range
-            shared = reply if self.share_metrics else dataclasses.replace(reply, metrics={})
-            try:
-                beyond = listed(beyond_range(shared, limit))
-            except ValueError as exc:
-                return self._refused(str(exc))
-            if beyond:
-                text = "Sums over records of %s are clipped to the range ±%g of secure aggregation."
-                self.logger.warning(text, beyond, limit)
         if isinstance(reply, Error):
             if idle := personal_layers.unused(model.get_wrapped_model()):
                 what = f"{listed(idle)} of the model are trained, and not used by it: freeze them"
@@ -300,8 +290,7 @@ class PersonalFederatedClient(FederatedClient):
             names = (rf"(?<![\w.]){re.escape(name)}(?![\w.])" for name in personal)
             if any(re.search(name, reply.message) for name in names):
                 return Error("an error that names layers which stay on this client; its log has it")
-        sent = [reply.updates, reply.aux_var] if isinstance(reply, TrainReply) else []
-        if leaks := _named(sent, personal):
+        if isinstance(reply, TrainReply) and (leaks := _named(reply, personal)):
             self.logger.error("Not sent, as it names %s, which stay here.", listed(leaks))
             why = "modules that share gradients, such as scaffold"
             return Error(f"refused by fedclip: {why}, do not go with personal layers")
@@ -320,9 +309,13 @@ class PersonalFederatedClient(FederatedClient):
     async def _initialize_fairness(self) -> None:
         if self._model is not None:
             why = "fairness would share the personal layers: leave [run.fairness] out"
-            await self.netwk.send_message(self._refused(why))
-            raise RuntimeError(why)
+            raise await self._refuse(why)
         await super()._initialize_fairness()
+
+    async def _refuse(self, why: str) -> RuntimeError:
+        """Send the server the reason; return the error that ends this client."""
+        await self.netwk.send_message(self._refused(why))
+        return RuntimeError(why)
 
 
 def _adds_noise(modules: Sequence[Plugin]) -> bool:
@@ -340,14 +333,12 @@ def _is_finite(vector: AnyVector) -> bool:
 
 def _named(value: object, names: frozenset[str]) -> set[str]:
     """Return the names that occur in a part of a message."""
-    if isinstance(value, str):
-        return {value} & names
     if isinstance(value, Vector):
-        return value.coefs.keys() & names
-    if dataclasses.is_dataclass(value):
+        value = [*value.coefs]
+    elif dataclasses.is_dataclass(value):
         value = [*vars(value).values()]
     elif isinstance(value, Mapping):
         value = [*value, *value.values()]
     if isinstance(value, (list, tuple, set)):
         return {name for item in value for name in _named(item, names)}
-    return set()
+    return {value} & names if isinstance(value, str) else set()

@@ -51,6 +51,13 @@ from fedclip.privacy.noise import Normals, secure_normals
 Budget: TypeAlias = tuple[float, float]
 
 
+def _budget(max_budget: object) -> Budget:
+    if not isinstance(max_budget, (list, tuple)) or len(max_budget) != 2:
+        raise TypeError(f"max_budget must be (epsilon, delta), got {max_budget!r}")
+    epsilon = parameters.positive(**{"epsilon of max_budget": max_budget[0]})
+    return epsilon, parameters.unit_interval(**{"delta of max_budget": max_budget[1]})
+
+
 class PrivateFederatedClient(PersonalFederatedClient):
     """declearn's `FederatedClient` with DP-SGD: each record protected by a budget of the client's.
 
@@ -130,13 +137,7 @@ class PrivateFederatedClient(PersonalFederatedClient):
         valid_persons: Ids | None = None,
         **settings: Any,
     ) -> None:
-        self.max_budget: Budget | None = None
-        if max_budget is not None:
-            if not isinstance(max_budget, (list, tuple)) or len(max_budget) != 2:
-                raise TypeError(f"max_budget must be (epsilon, delta), got {max_budget!r}")
-            epsilon = parameters.positive(**{"epsilon of max_budget": max_budget[0]})
-            delta = parameters.unit_interval(**{"delta of max_budget": max_budget[1]})
-            self.max_budget = epsilon, delta
+        self.max_budget = parameters.optional(_budget, max_budget=max_budget)
         self.require_privacy = parameters.boolean(require_privacy=require_privacy)
         super().__init__(*args, **settings)
         # Read now, as long as nobody else could see it fail.
@@ -179,8 +180,7 @@ class PrivateFederatedClient(PersonalFederatedClient):
 
     async def training_round(self, message: messaging.TrainRequest) -> None:
         """Run a training round, if it is private."""
-        private = self._private is not None and self.trainmanager is self._private
-        if self.require_privacy and not private:
+        if self.require_privacy and not isinstance(self.trainmanager, PrivateTrainingManager):
             why = f"training round {message.round_i} would not be private, and this client has "
             await self._refuse(f"{why}require_privacy: set [run.privacy] on the server")
         else:
@@ -188,25 +188,18 @@ class PrivateFederatedClient(PersonalFederatedClient):
 
     async def _collect_and_send_metadata(self, message: messaging.MetadataQuery) -> None:
         """Tell of the validation records what is asked, and of the others how many there are."""
-        known = self._specs
-        if missing := [name for name in message.fields if known.get(name) is None]:
+        if missing := [name for name in message.fields if self._specs.get(name) is None]:
             why = f"valid_data does not tell {', '.join(missing)}, which the model needs"
             raise await self._refuse(f"{why}: for classes, build it with expose_classes=True")
-        answer = {name: known[name] for name in message.fields}
+        answer = {name: self._specs[name] for name in message.fields}
         await self.netwk.send_message(messaging.MetadataReply(answer))
 
     async def _initialize_fairness(self) -> None:
         if self.require_privacy:
-            why = (
-                "fairness publishes losses of training records without noise, and this client has "
-            )
-            raise await self._refuse(f"{why}require_privacy: leave [run.fairness] out")
+            text = "fairness publishes losses of training records without noise"
+            why = f"{text}, and this client has require_privacy: leave [run.fairness] out"
+            raise await self._refuse(why)
         await super()._initialize_fairness()
-
-    async def _refuse(self, why: str) -> RuntimeError:
-        """Send the server the reason; return the error that ends this client."""
-        await self.netwk.send_message(self._refused(why))
-        return RuntimeError(why)
 
 
 class PrivateTrainingManager(TrainingManager):

@@ -25,8 +25,6 @@ from typing import Any
 from fedclip.core.messages import Message
 from fedclip.core.plugins import PLUGINS, OptiModule, Plugin, Regularizer, register_with
 
-__all__ = ["enter", "register_when_possible"]
-
 
 def _enter(cls: type[Plugin]) -> None:
     """Register a class with declearn, and how it writes messages, unless it is registered."""

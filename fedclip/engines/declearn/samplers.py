@@ -25,7 +25,7 @@ from fedclip.core import parameters
 from fedclip.core.messages import FromServer
 from fedclip.core.parameters import Config
 from fedclip.engines.declearn import context
-from fedclip.engines.declearn.context import UPDATES, AnyModel, AnyVector, Sender
+from fedclip.engines.declearn.context import UPDATES, AnyModel, AnyVector
 from fedclip.engines.declearn.messages import ClippedUpdates, UpdateClipVotes, zeros_like
 from fedclip.engines.declearn.update_modules import UpdateClipServer
 from fedclip.statistics.counts import FedclipSharedCounts
@@ -39,11 +39,10 @@ def note_senders(
     replies: Mapping[str, TrainReply], blank: Callable[[], AnyVector] | None = None
 ) -> None:
     """Note who sent which reply, in the order in which declearn adds them up."""
-    senders = {UPDATES: [*map(Sender, replies)]}
+    senders = {UPDATES: [*replies]}
     for client, reply in replies.items():
-        for key, message in _variables(reply).items():
-            faulty = bool(getattr(message, "n_faults", False))
-            senders.setdefault(key, []).append(Sender(client, faulty))
+        for key in _variables(reply):
+            senders.setdefault(key, []).append(client)
     context.note(next(iter(replies.values()), None), senders, blank)
 
 
@@ -132,8 +131,7 @@ class NamedClients(ClientSampler):
         awaited = context.expected()
         # For a secure sum, declearn passes the same reply for every client.
         if len({*map(id, replies)}) < len(replies):
-            summed = [Sender(name, summed=True) for name in client_to_reply]
-            context.note(replies[0], {UPDATES: summed})
+            context.note(replies[0], {context.SUM: [*client_to_reply]})
         else:
             self._vet_variables(client_to_reply, awaited)
             self._vet_updates(replies)
@@ -142,7 +140,7 @@ class NamedClients(ClientSampler):
         self.sampler.update(client_to_reply, global_model)
 
     def _vet_variables(
-        self, replies: Mapping[str, TrainReply], awaited: Mapping[str, context.Expected]
+        self, replies: Mapping[str, TrainReply], awaited: Mapping[str, AuxVar]
     ) -> None:
         """Keep in each reply only what the server's modules can add up."""
         votes = Counter(key for reply in replies.values() for key in _variables(reply))
@@ -151,8 +149,8 @@ class NamedClients(ClientSampler):
             sent, valid = _variables(reply), dict[str, AuxVar]()
             # If no client sends one, something else is wrong, and the module reports it.
             for key in awaited.keys() & self._known:
-                kind, abstention = awaited[key]
-                valid[key] = sent[key] if type(sent.get(key)) is kind else abstention()
+                fits = type(sent.get(key)) is type(awaited[key])
+                valid[key] = sent[key] if fits else awaited[key]
             for key in sent.keys() - valid.keys():
                 if self._receives(key, sent[key], 2 * votes[key] >= len(replies)):
                     valid[key] = sent[key]

@@ -149,7 +149,7 @@ def plan(
 
 
 _EDGE = 1.0 - 1e-14
-_MANTISSA = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}
+_DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 
 def inside(arrays: Mapping[str, Array], clipval: float) -> Mapping[str, Array]:
@@ -157,20 +157,17 @@ def inside(arrays: Mapping[str, Array], clipval: float) -> Mapping[str, Array]:
 
     Arrays without such values come back as the same objects; the mapping too, if there are none.
     """
-    changed = {}
+    changed, edge = {}, clipval * _EDGE
     for name, array in arrays.items():
         backend = backend_of(array)
         dtype = backend.dtype(array)
-        if (bits := _MANTISSA.get(dtype)) is None:
+        if dtype not in _DTYPES:
             continue
         like = backend.dense(*backend.prepared([array]))
         values = np.array(backend.to_host(like), dtype=np.float64)
-        if np.max(np.abs(values), initial=0.0) <= clipval * _EDGE:
+        if np.max(np.abs(values), initial=0.0) <= edge:
             continue
-        # Find the largest number of the dtype that is inside.
-        part, exponent = math.frexp(clipval * _EDGE)
-        edge = math.ldexp(math.floor(math.ldexp(part, bits)), exponent - bits)
         kind = np.dtype(np.uint16 if dtype == "bfloat16" else dtype)
-        clipped = encode(np.clip(values, -edge, edge), kind)
+        clipped = encode(np.clip(values, -edge, edge), kind, towards_zero=True)
         (changed[name],) = backend.from_host([clipped], [like])
     return {**arrays, **changed} if changed else arrays

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import Any, NoReturn
 from uuid import uuid4
 
@@ -54,21 +55,11 @@ class GatedNetwork(NetworkClient, register=False):
             messaging.PrivacyReply: lambda message: messaging.PrivacyReply(),
         }
 
-    @staticmethod
-    def _setup_ssl_context(certificate: str | None = None) -> None:
-        """Return nothing: the inner network client has its context."""
-
-    async def start(self) -> None:
-        """Connect to the server."""
-        await self._inner.start()
-
-    async def stop(self) -> None:
-        """Close the connection."""
-        await self._inner.stop()
-
-    async def register(self) -> bool:
-        """Send the server the name of this client, and the version of declearn."""
-        return await self._inner.register()
+    # The inner network client has a context of SSL.
+    _setup_ssl_context: Any = staticmethod(lambda certificate: None)
+    start: Any = property(attrgetter("_inner.start"))
+    stop: Any = property(attrgetter("_inner.stop"))
+    register: Any = property(attrgetter("_inner.register"))
 
     async def recv_message(self, timeout: float | None = None) -> messaging.SerializedMessage[Any]:
         """Return the next message of the server; the gate counts it, as it may be replied to.
@@ -106,18 +97,17 @@ class GatedNetwork(NetworkClient, register=False):
         Refused
             With a sentence for the site's log.
         """
+        why, by_steps = "", "this site's updates have no weights by steps"
         if type(aggregator) is AveragingAggregator:
-            equal = not aggregator.steps_weighted
+            why = by_steps if aggregator.steps_weighted else ""
         elif type(aggregator) is not ClippedAveraging:
-            what = f"a site's policy knows averages, not {type(aggregator).__name__}"
-            raise Refused(f"{what}: set {_AVERAGING}")
+            why = f"a site's policy knows averages, not {type(aggregator).__name__}"
         elif self._gate.policy.noise_multiplier:
-            what = "this site's noise takes updates beyond the bound of clipped-averaging"
-            raise Refused(f"{what}: set {_AVERAGING}")
-        else:
-            equal = aggregator.shares.kind != "steps"
-        if not equal:
-            raise Refused(f"this site's updates have no weights by steps: set {_AVERAGING}")
+            why = "this site's noise takes updates beyond the bound of clipped-averaging"
+        elif aggregator.shares.kind == "steps":
+            why = by_steps
+        if why:
+            raise Refused(f"{why}: set {_AVERAGING}")
         for module in modules:
             if module.aux_name not in (None, AUX_NAME):
                 raise Refused(f"a site's policy does not know what {module.name!r} shares")

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 
 from declearn.optimizer import Optimizer, list_optim_modules, list_optim_regularizers
 from declearn.optimizer.modules import OptiModule
@@ -24,10 +23,8 @@ from fedclip.errors import Unchecked, nearest
 from fedclip.privacy.guarantees import COARSEST, Plugin, Shapes, number
 from fedclip.privacy.sensitivity import Analysis, analyse_plugins
 
-__all__ = ["analyse", "before_noise", "in_words", "warnings"]
 
-
-def analyse(pipeline: object, shapes: Shapes | None = None, *, finite: bool = False) -> Analysis:
+def analyse(pipeline: Unchecked, shapes: Shapes | None = None, *, finite: bool = False) -> Analysis:
     """Return what a clipper, a list of them, or an optimizer guarantees.
 
     Parameters
@@ -59,23 +56,16 @@ def analyse(pipeline: object, shapes: Shapes | None = None, *, finite: bool = Fa
     >>> print(analyse(["norm-clip", "yogi"], shapes).reasons[0])
     yogi: no bound is known of it
     """
-    plugins, lrate, w_decay = _plugins(pipeline)
-    result = analyse_plugins(plugins, shapes, finite=finite)
-    return replace(result, lrate=lrate, w_decay=w_decay)
-
-
-def _plugins(pipeline: Unchecked) -> tuple[list[Plugin], float | None, float | None]:
-    """Return the plug-ins in the order in which they act, the learning rate, the weight decay."""
     if isinstance(pipeline, Mapping):
         pipeline = Optimizer(**pipeline)
     if isinstance(pipeline, Optimizer):
         config = pipeline.get_config()
-        lrate, decay = _numbers(config["lrate"], config["w_decay"])
-        return [*pipeline.regularizers, *pipeline.modules], lrate, decay
-    several = isinstance(pipeline, Sequence) and not (
-        isinstance(pipeline, str) or _is_spec(pipeline)
-    )
-    return [*map(_plugin, pipeline if several else [pipeline])], None, 0.0
+        lrate, w_decay = _numbers(config["lrate"], config["w_decay"])
+        plugins = [*pipeline.regularizers, *pipeline.modules]
+        return replace(analyse(plugins, shapes, finite=finite), lrate=lrate, w_decay=w_decay)
+    if isinstance(pipeline, str) or not isinstance(pipeline, Sequence) or _is_spec(pipeline):
+        pipeline = [pipeline]
+    return analyse_plugins([*map(_plugin, pipeline)], shapes, finite=finite)
 
 
 def _numbers(*rates: object) -> list[float | None]:
@@ -104,12 +94,12 @@ def _plugin(value: Unchecked) -> Plugin:
 def in_words(
     client: Sequence[object],
     server: Sequence[object],
-    aggregator: object = None,
+    aggregator: object,
     *,
-    optim: Mapping[str, object] = MappingProxyType({}),
-    steps: object = None,
-    privacy: Mapping[str, object] | None = None,
-    unit: str = "record",
+    optim: Mapping[str, object],
+    steps: object,
+    privacy: Mapping[str, object],
+    unit: str,
 ) -> list[str]:
     """Return one line for each stage: what is clipped there.
 
@@ -193,10 +183,8 @@ def _update(aggregator: Plugin, server: Sequence[Plugin]) -> str:
         return text
     bound = "that bound" if analysis.l2_bound is None else number(analysis.l2_bound)
     if adaptive is not None:
-        text = (
-            f"{aggregator.name}: the L2 norm is at most the bound C that update-clip-server sends"
-        )
-        text, bound = f"{text} in the round, never above {bound}.", "C"
+        sent = f"that update-clip-server sends in the round, never above {bound}."
+        text, bound = f"{aggregator.name}: the L2 norm is at most the bound C {sent}", "C"
     if aggregator.shares.kind != "equal":
         return f"{text} Weighed, no client moves the average by more than its share of that."
     if aggregator.combining.kind != "mean":

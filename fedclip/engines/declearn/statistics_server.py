@@ -29,12 +29,12 @@ from fedclip.clippers.mad_clip import MadClip
 from fedclip.clippers.percentile_norm_clip import PercentileNormClip
 from fedclip.clippers.zscore_clip import ZScoreClip
 from fedclip.core import parameters, states
-from fedclip.core.parameters import Config
+from fedclip.core.messages import messages_in
+from fedclip.core.parameters import Config, signature_of
 from fedclip.core.scopes import resolve
 from fedclip.engines.declearn.context import AnyVector, expect, names_of, under_way
 from fedclip.errors import StateError, Unchecked
 from fedclip.privacy import guarantees as kinds
-from fedclip.privacy.guarantees import Plugin
 from fedclip.statistics.client import MAX_STEPS
 from fedclip.statistics.counts import FedclipSharedCounts, FedclipSharedState
 from fedclip.statistics.server import SharedState
@@ -67,7 +67,7 @@ class SharedServer(OptiModule[Any], register=False):
     checkpoint without a difference. The server excludes invalid counts, and logs them.
     """
 
-    clipper: ClassVar[Plugin]
+    clipper: ClassVar[kinds.Plugin]
     """The clipper of this counterpart, a `fedclip.clippers.sharing.Sharing`."""
     __signature__: ClassVar[inspect.Signature]
     guarantee = kinds.unchanged
@@ -80,19 +80,16 @@ class SharedServer(OptiModule[Any], register=False):
         summary, _, notes = (inspect.getdoc(cls) or "").partition("\n\n")
         common = (inspect.getdoc(SharedServer) or "").partition("\n\n")[2]
         cls.__doc__ = f"{summary}\n\n{common}\n".format(clipper=cls.clipper.name, notes=notes)
-        of_clipper = inspect.signature(cls.clipper).parameters
-        of_server = inspect.signature(SharedServer.__init__).parameters
-        known = [*map(of_clipper.get, cls.clipper._shared_settings()), *map(of_server.get, _OWN)]
-        keyword = inspect.Parameter.KEYWORD_ONLY
-        cls.__signature__ = inspect.Signature([p.replace(kind=keyword) for p in known if p])
+        known = {**signature_of(cls.clipper), **signature_of(SharedServer)}
+        names, keyword = [*cls.clipper._shared_settings(), *_OWN], inspect.Parameter.KEYWORD_ONLY
+        formal = [known[name].replace(kind=keyword) for name in names]
+        cls.__signature__ = inspect.Signature(formal)
 
     def __init__(
         self, *, max_steps: int = MAX_STEPS, shared_name: str | None = None, **settings: object
     ) -> None:
         parameters.refuse_unknown(type(self), settings)
-        self.max_steps = parameters.integer(1, max_steps=max_steps)
-        if self.max_steps > 2**31:
-            raise ValueError(f"max_steps must be at most 2^31, got {max_steps!r}")
+        self.max_steps = parameters.integer(1, 2**31, max_steps=max_steps)
         # The clipper checks the parameters, and makes the rule.
         clipper = self.clipper(shared=True, shared_name=shared_name, **settings)
         self.shared_name = clipper.shared_name
@@ -128,22 +125,18 @@ class SharedServer(OptiModule[Any], register=False):
         """
         opened = under_way(counted=False)
         admitted = opened is None or opened[1].admit(self.name)
-        expect(str(self.aux_name), FedclipSharedCounts, lambda: FedclipSharedCounts(1, None))
-        return FedclipSharedState(
-            version=self.shared_state.version,
-            settings=self.settings,
-            max_steps=self.max_steps,
-            labels=list(self.shared_state.labels) if admitted else [],
-            state=self.shared_state.fields() if admitted else {},
-        )
+        expect(str(self.aux_name), FedclipSharedCounts(1, None))
+        shared = self.shared_state
+        state, labels = shared.fields() if admitted else {}, shared.labels if admitted else ()
+        return FedclipSharedState(shared.version, self.settings, self.max_steps, [*labels], state)
 
     def process_aux_var(self, aux_var: AuxVar) -> None:
         """Merge the clients' counts; leave out, count and log those that are not valid."""
         round_ = self.shared_state.version + 1
         messages: list[tuple[Unchecked, Unchecked] | str] = []
-        for part in getattr(aux_var, "parts", None) or [aux_var]:
-            counted = isinstance(part, FedclipSharedCounts)
-            messages.append((part.members, part.counts) if counted else f"a {type(part).__name__}")
+        for sent in messages_in(aux_var):
+            counted = isinstance(sent, FedclipSharedCounts)
+            messages.append((sent.members, sent.counts) if counted else f"a {type(sent).__name__}")
         self._report(self.shared_state.merge(messages), round_)
 
     def get_config(self) -> dict[str, object]:

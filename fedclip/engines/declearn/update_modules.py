@@ -14,12 +14,14 @@ import logging
 import math
 import weakref
 from collections.abc import Mapping
-from functools import reduce
+from functools import partial
 from typing import Any, ClassVar
 
+import numpy as np
 from declearn.optimizer.modules import OptiModule
 
 from fedclip.core import parameters
+from fedclip.core.messages import messages_in
 from fedclip.core.parameters import Config, parameter
 from fedclip.core.plugins import Versioned
 from fedclip.core.records import Recorder, RoundRecord, read_rounds
@@ -34,7 +36,7 @@ from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.client_noise import UNENCRYPTED, SiteNoise
 from fedclip.updates.limits import norm_of
 from fedclip.updates.protocol import SentBound
-from fedclip.updates.votes import WITHOUT_BINS
+from fedclip.updates.votes import BINS, WITHOUT_BINS, counts_of
 
 
 class UpdateNorms(OptiModule[Any]):
@@ -79,7 +81,7 @@ class UpdateNorms(OptiModule[Any]):
         """Begin a round."""
         self.recorder.start_round()
 
-    def measure(self, updates: AnyVector, bound: float | None = None) -> None:
+    def measure(self, updates: AnyVector, bound: float = math.inf) -> None:
         """Note the norm of an update, and whether it is above a fixed bound."""
         try:
             norm = norm_of(updates.coefs, self.name)
@@ -88,8 +90,7 @@ class UpdateNorms(OptiModule[Any]):
         if norm is None:
             self.recorder.add_nonfinite()
         else:
-            limit = math.inf if bound is None else bound
-            self.note(norm, SentBound(limit, adaptive=False), norm > limit)
+            self.note(norm, SentBound(bound, adaptive=False), norm > bound)
 
     def note(self, norm: float, sent: SentBound, clipped: bool) -> None:
         """Record the norm of an update, and whether it was above the bound."""
@@ -111,10 +112,10 @@ class UpdateNorms(OptiModule[Any]):
         self.recorder.set_state(round_, read_rounds(state))
 
 
-def _table(noise: object) -> Config:
+def _noise(noise: object) -> Config:
     if not isinstance(noise, Mapping):
         raise TypeError(f"noise must be a table, got {noise!r:.200}")
-    return dict(noise)
+    return SiteNoise(**noise).get_config()
 
 
 class UpdateClipClient(Versioned, UpdateNorms):
@@ -175,14 +176,13 @@ class UpdateClipClient(Versioned, UpdateNorms):
     aux_name: ClassVar[str] = AUX_NAME
     auxvar_cls: Any = UpdateClipVotes
 
-    noise: Config | None = parameter(_table, default=None)
+    noise: Config | None = parameter(_noise, default=None)
     _round: context.ClientPart | None = None
 
     def __post_init__(self) -> None:
         """Begin without a round."""
         UpdateNorms.__init__(self)
         self.site = None if self.noise is None else SiteNoise(**self.noise)
-        self.noise = None if self.site is None else self.site.get_config()
 
     def process_aux_var(self, aux_var: object) -> None:
         """Receive the bound of this round; an error leaves no round."""
@@ -199,10 +199,8 @@ class UpdateClipClient(Versioned, UpdateNorms):
             bound, only_votes = parameters.limit(bound=aux_var.bound), aux_var.only_votes is True
             adaptive, private = aux_var.adaptive, aux_var.private
             sent = SentBound(bound, adaptive, private, only_votes=only_votes, bins=bins)
-            if self.site is None and not aux_var.noise:
-                self._round = context.ClientPart(sent)
-            else:
-                self._round = self._noised(sent, aux_var.noise)
+            noised = self.site is not None or aux_var.noise
+            self._round = self._noised(sent, aux_var.noise) if noised else context.ClientPart(sent)
         finally:
             change(client=self._round)
 
@@ -222,9 +220,9 @@ class UpdateClipClient(Versioned, UpdateNorms):
             if encrypter is None:
                 raise ValueError(UNENCRYPTED)
             weights = model.get_weights(trainable=True).coefs
-            return context.ClientPart(
-                sent, site, encrypter, site.step(weights, sent.bound, encrypter)
-            )
+            step = site.step(weights, sent.bound, encrypter)
+            add_noise = partial(site.shared, bound=sent.bound, step=step, encrypter=encrypter)
+            return context.ClientPart(sent, add_noise)
         except ValueError as exc:
             raise ValueError(f"update-clip-client: {exc}; nothing is shared") from exc
 
@@ -241,15 +239,16 @@ class UpdateClipClient(Versioned, UpdateNorms):
         try:
             if round_ is None:
                 return None
-            sent, outcome, reply = round_.sent, round_.outcome, round_.reply
-            if outcome is None or reply is None:
+            sent, outcome = round_.sent, round_.outcome
+            if outcome is None:
                 text = "the update was not clipped: set aggregator = 'clipped-averaging'"
                 raise RuntimeError(text)
+            reply = outcome.reply(sent)
             if outcome.norm is not None:
                 self.note(outcome.norm, sent, outcome.clipped)
-            if round_.site is not None and sent.adaptive:
-                return UpdateClipVotes(n_noised=round_.site.vote(reply.bins))
-            bins = list(reply.bins) if len(reply.bins) else None
+            if self.site is not None and sent.adaptive:
+                return UpdateClipVotes(n_noised=self.site.vote(reply.bins))
+            bins = [*reply.bins] or None
             return UpdateClipVotes(n_votes=reply.votes, n_within=reply.within, n_bins=bins)
         finally:
             change(client=None)
@@ -343,7 +342,7 @@ class UpdateClipServer(AdaptiveBound, OptiModule[Any]):
         sent = self.open(ROUND.get().participation)
         self._round = context.ServerPart(weakref.ref(self), sent)
         change(server=self._round, participation=None)
-        context.expect(self.aux_name, UpdateClipVotes, lambda: UpdateClipVotes(n_faults=1))
+        context.expect(self.aux_name, UpdateClipVotes(n_faults=1))
         noise = {} if self.site is None else self.site.get_config()
         self._message = UpdateClipBound(**{n: getattr(sent, n) for n in _SENT}, noise=noise)
         return self._message
@@ -364,18 +363,20 @@ class UpdateClipServer(AdaptiveBound, OptiModule[Any]):
         if self._round is None:
             self.halt("votes have come, but no bound was sent")
             return
-        if not isinstance(aux_var, UpdateClipVotes):
-            parts = getattr(aux_var, "parts", None) or [aux_var]
-            aux_var = reduce(UpdateClipVotes.aggregate, parts, UpdateClipVotes(0))
         self._round.counted = True
-        clients, faults = aux_var.n_clients, aux_var.n_faults
-        coarse = self.budget is None or self.site is not None
-        if not coarse and aux_var.coarse[0]:
+        sent = messages_in(aux_var)
+        votes = [v if isinstance(v, UpdateClipVotes) else UpdateClipVotes(n_faults=1) for v in sent]
+        clients, faults = sum(v.n_clients for v in votes), sum(v.n_faults for v in votes)
+        known = [v for v in votes if self.budget is None or v.n_bins is not None or not v.n_votes]
+        if len(known) < len(votes):
             self.warn(WITHOUT_BINS)
         with_noise = clients if self.site is None else clients - faults
-        self.count(aux_var.counts(coarse), with_noise, aux_var.noised)
+        noised = [v.n_noised for v in votes if v.n_noised is not None]
+        counts = (counts_of(v.n_votes, v.n_within, v.n_bins) for v in known)
+        self.count(sum(counts, np.zeros(BINS)), with_noise, noised)
         if 0 < faults <= clients:
-            faulty = [repr(s.name) for s in context.senders_of(self.aux_name) if s.faulty][:5]
+            pairs = zip(context.names_of(self.aux_name, len(votes)), votes, strict=True)
+            faulty = [repr(name) for name, vote in pairs if name and vote.n_faults][:5]
             senders = f" (of {', '.join(faulty)})" if faulty else ""
             self.warn(f"no proper vote in {faults} of {clients} replies{senders}; they abstain")
 

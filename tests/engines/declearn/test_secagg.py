@@ -210,5 +210,5 @@ def test_what_of_an_evaluation_a_secure_sum_does_not_hold(
     if not said:
         assert beyond_range(reply, 256.0) == beyond
     else:
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises((NotImplementedError, ValueError), match=said):
             beyond_range(reply, 256.0)

@@ -76,7 +76,7 @@ def test_whose_counts(caplog: pytest.LogCaptureFixture) -> None:
     server = ZScoreClipServer()
     rows = server.shared_state.tally.rows
     round_, key = reply(0.5), str(server.aux_name)
-    replies.note(round_, {key: [replies.Sender(name, False) for name in "abc"]})
+    replies.note(round_, {key: [*"abc"]})
     for place, total in enumerate(
         [
             "text" + FedclipSharedCounts(1, [0] * rows),
