@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, ParamSpec, TypeAlias, TypeGuard, TypeVar
+from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 from fedclip.errors import needing, public_names
 
@@ -25,11 +25,10 @@ from fedclip.core.scopes import Groups, resolve
 from fedclip.dpsgd.persample.jax_records import RecordGradients
 from fedclip.dpsgd.step import PrivateMean
 from fedclip.loops import compiled
-from fedclip.loops.clippers import Spec, check_owner, clipper_of, skip_of_all, unique
-from fedclip.loops.compiled import ClipState, groups_of
+from fedclip.loops.clippers import Spec, Tensors, check_owner, clipper_of, skip_of_all, unique
+from fedclip.loops.compiled import ClipState, empty, groups_of
 from fedclip.transforms import DeviceState, NormClipping, SliceClipping, Transform, clip_on_device
 
-P = ParamSpec("P")
 T = TypeVar("T")
 Tree: TypeAlias = Any
 """A pytree, of any containers."""
@@ -127,7 +126,7 @@ def as_optax(
         leaves = _parameters(clipper, params)
         groups = groups_of(clipper, leaves) if leaves else resolve("global", None, [])
         if leaves:
-            check_owner(clipper, {name: np.shape(leaf) for name, leaf in leaves.items()})
+            check_owner(clipper, leaves)
         shown = {name: _shown(leaves[name]) for name in groups.names}
         first = compiled.first_state(clipper, groups, shown, backend)
         if not groups.names and compiled.kind_of(clipper, groups)[2]:
@@ -166,14 +165,9 @@ def as_optax(
             raise NotImplementedError(
                 f"axis_name needs a clipper by L2 norms of whole tensors, not {clipper.name}"
             )
-        clipped, step = clip_on_device(
-            transform,
-            _as_floats(leaves, groups, by_l2_norms),
-            groups,
-            backend,
-            state.statistics,
-            clipper.on_nonfinite,
-        )
+        floats = _as_floats(leaves, groups, by_l2_norms)
+        statistics, policy = state.statistics, clipper.on_nonfinite
+        clipped, step = clip_on_device(transform, floats, groups, backend, statistics, policy)
         news = iter([_like(leaf, clipped[name]) for name, leaf in leaves.items()])
         outputs = jax.tree.map(lambda u: u if _is_float0(u) else next(news), updates)
         return outputs, compiled.after(state, step)
@@ -209,15 +203,11 @@ def _around(
     return ClipTransformation(init, update)
 
 
-def _promoting(function: Callable[P, T]) -> Callable[P, T]:
+def _promoting(function: T) -> T:
     """Return the function, with promotion of ranks and dtypes, which a session may forbid."""
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-            return function(*args, **kwargs)
-
-    return call
+    ranks, dtypes = jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard")
+    promoting: T = ranks(dtypes(function))
+    return promoting
 
 
 def _limited(transform: Transform, clipper: Clipper | AGC, max_norm: Array) -> Transform:
@@ -237,7 +227,7 @@ def _is_float0(leaf: object) -> bool:
     return getattr(leaf, "dtype", None) == jax.dtypes.float0
 
 
-def _as_floats(leaves: Mapping[str, Array], groups: Groups, by_l2_norms: bool) -> dict[str, Array]:
+def _as_floats(leaves: Tensors, groups: Groups, by_l2_norms: bool) -> dict[str, Array]:
     """Return leaves of floats; for complex numbers, their real and imaginary parts."""
     floats = dict(leaves)
     for name in groups.names:
@@ -412,9 +402,7 @@ def _array(name: str, leaf: object) -> Array:
 
 def _shown(leaf: object) -> Array:
     """Return a leaf; if it has only shape and dtype, zeros that take no memory."""
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
-    return leaf
+    return empty(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
 
 
 def private_gradients(

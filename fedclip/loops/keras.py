@@ -7,7 +7,8 @@ import copy
 import functools
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from typing import Any, TypeAlias
 
@@ -19,7 +20,7 @@ with needing(__name__, "Keras 3 and a backend: pip install keras, and tensorflow
 
 import numpy as np
 
-from fedclip.arrays import Array, backend_named
+from fedclip.arrays import Array, Arrays, backend_named
 from fedclip.clippers.agc import AGC
 from fedclip.clippers.base import Clipper
 from fedclip.loops.clippers import Spec, Theirs, clipper_of, skip_of_all, skips
@@ -72,9 +73,8 @@ def _check_options(stepping: Optimizer) -> None:
             raise ValueError(f"{option} of the inner optimizer would clip twice: remove it")
 
 
-def _value(variable: Variable) -> Array:
-    """Return the value of a variable of Keras or TensorFlow as a tensor."""
-    return keras.ops.stop_gradient(variable)
+# The value of a variable of Keras or TensorFlow, as a tensor.
+_value = keras.ops.stop_gradient
 
 
 class _Hook:
@@ -122,18 +122,17 @@ class _Hook:
                 "these variables: call its apply first"
             )
         self._now.variables, self._now.clipped = variables, False
-        restore = self._restoring(variables) if skips(self.held.clipper) else None
-        self._apply(gradients, variables)
-        if restore is not None:
-            restore()
+        with self._undoing(variables) if skips(self.held.clipper) else nullcontext():
+            self._apply(gradients, variables)
         # Eager code clips in the last of the accumulated steps only.
         if not (self._now.clipped or self.stepping.gradient_accumulation_steps):
             raise RuntimeError(
                 f"{type(self.stepping).__name__} stepped without a call of _clip_gradients"
             )
 
-    def _restoring(self, weights: Sequence[Variable]) -> Callable[[], None]:
-        """Return a function that undoes the step that follows, if the clipper skips it.
+    @contextmanager
+    def _undoing(self, weights: Sequence[Variable]) -> Iterator[None]:
+        """Undo the step inside, if the clipper skips it.
 
         Keras has no hook that could leave out a step after the clip.
         """
@@ -142,20 +141,16 @@ class _Hook:
         excluded = {*map(id, (stepping._iterations, *held.variables, *gathered))}
         chosen = [v for v in (*weights, *stepping.variables) if id(v) not in excluded]
         old, before = [keras.ops.copy(v) for v in chosen], keras.ops.copy(held.counts)
-        accumulated = stepping.gradient_accumulation_steps or 1
-
-        def restore() -> None:
-            steps, _, nonfinite = keras.ops.unstack(_value(held.counts) - before)
-            skip = (nonfinite > 0) & (held.clipper.on_nonfinite == "skip")
-            if self._spikes:
-                skip = skip | ((steps > 0) & keras.ops.all(_value(held.last)[2] > 0))
-            pairs = zip(old, chosen, strict=True)
-            _assign(chosen, [keras.ops.where(skip, o, _value(v)) for o, v in pairs])
-            # Keras counts the step after this.
-            iterations = stepping._iterations
-            iterations.assign_sub(keras.ops.cast(skip, iterations.dtype) * accumulated)
-
-        return restore
+        yield
+        steps, _, nonfinite = keras.ops.unstack(_value(held.counts) - before)
+        skip = (nonfinite > 0) & (held.clipper.on_nonfinite == "skip")
+        if self._spikes:
+            skip = skip | ((steps > 0) & keras.ops.all(_value(held.last)[2] > 0))
+        pairs = zip(old, chosen, strict=True)
+        _assign(chosen, [keras.ops.where(skip, o, _value(v)) for o, v in pairs])
+        # Keras counts the step after this.
+        iterations, accumulated = stepping._iterations, stepping.gradient_accumulation_steps or 1
+        iterations.assign_sub(keras.ops.cast(skip, iterations.dtype) * accumulated)
 
     def clip(self, gradients: Sequence[Array]) -> Array:
         """Return the clipped gradients."""
@@ -214,23 +209,15 @@ def _inner(option: str) -> property:
         return getattr(self.inner_optimizer, option)
 
     def put(self: Optimizer, value: object) -> None:
+        if option in _CLIPS and value is not None:
+            raise ValueError(
+                f"{option} of a ClippedOptimizer would clip nothing: set the limit in its clipper"
+            )
         # Keras' constructor sets defaults, before there is an inner optimizer.
         if "inner_optimizer" in vars(self):
             setattr(self.inner_optimizer, option, value)
 
     return property(get, put, doc=f"``{option}`` of the inner optimizer.")
-
-
-def _none(option: str) -> property:
-    """Return a property that is None: the clipper clips."""
-
-    def put(self: Optimizer, value: object) -> None:
-        if value is not None:
-            raise ValueError(
-                f"{option} of a ClippedOptimizer would clip nothing: set the limit in its clipper"
-            )
-
-    return property(lambda self: None, put, doc="None: the clipper clips.")
 
 
 @keras.saving.register_keras_serializable(package="fedclip")
@@ -319,10 +306,7 @@ class ClippedOptimizer(Verbs, keras.optimizers.Optimizer):
         raise RuntimeError(f"{self.clipper.name} clips in steps only: call apply")
 
     def stateless_apply(
-        self,
-        optimizer_variables: Sequence[Variable],
-        grads: Sequence[Array],
-        trainable_variables: Sequence[Variable],
+        self, optimizer_variables: Arrays, grads: Arrays, trainable_variables: Arrays
     ) -> tuple[list[Array], list[Array]]:
         """Return new weights and new variables, as Keras on JAX needs them."""
         count = len(self._variables)
@@ -368,6 +352,7 @@ class ClippedOptimizer(Verbs, keras.optimizers.Optimizer):
 
 # Callbacks and other optimizers read these, and a LossScaleOptimizer outside sets one.
 for _option in (
+    *_CLIPS,
     "learning_rate",
     "iterations",
     "weight_decay",
@@ -382,8 +367,6 @@ for _option in (
     "_model_variables_moving_average",
 ):
     setattr(ClippedOptimizer, _option, _inner(_option))
-for _option in _CLIPS:
-    setattr(ClippedOptimizer, _option, _none(_option))
 
 
 class ClipHistory(keras.callbacks.Callback):

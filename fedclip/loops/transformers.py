@@ -22,7 +22,7 @@ from fedclip.clippers.agc import AGC
 from fedclip.loops import clippers
 from fedclip.loops.clippers import Spec, Theirs, configuration
 from fedclip.loops.torch import set_state
-from fedclip.loops.torch.clip import check_sharding, clip_named, named, outputs_of
+from fedclip.loops.torch.clip import clip_named, named, outputs_of
 
 __all__ = ["ClipCallback", "attach"]
 
@@ -94,18 +94,17 @@ class ClipCallback(TrainerCallback, ExportableState):
         # Without an entry, as in older checkpoints, the Trainer fails when it saves the next one.
         saved = state.stateful_callbacks.setdefault(type(self).__name__, [])
         parameters = named(kwargs["model"], clipper)
-        shapes = clippers.shapes_of(parameters)
         kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
         self._within = bool(state.global_step and state.epoch % 1)
         if state.global_step and not isinstance(clipper, AGC):
             # The Trainer adds the states of several callbacks to the end of one list.
             entries = saved if isinstance(saved, list) else [saved]
             fitting = [e["attributes"]["clipper_state"] for e in entries if self._wrote(e)]
-            owner = clippers.owner_of(clipper, shapes, kind)
+            owner = clippers.owner_of(clipper, parameters, kind)
             set_state(clipper, _read(fitting[-1]) if fitting else None, owner)
         elif failed and not isinstance(clipper, AGC):
             clipper.reset()
-        clippers.begin(clipper, shapes, kind, [*parameters.values()])
+        clippers.begin(clipper, parameters, kind)
 
     def _wrote(self, entry: Theirs) -> bool:
         """Whether a checkpoint entry is of a clipper of this name and configuration."""
@@ -133,7 +132,6 @@ class ClipCallback(TrainerCallback, ExportableState):
             with suppress(RuntimeError):
                 scaler.unscale_(optimizer.optimizer)
         parameters = named(model, self.clipper)
-        check_sharding(parameters.values())
         outputs = outputs_of(model, parameters, self.clipper)
         if clip_named(parameters, self.clipper, outputs) is None:
             raise RuntimeError(

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -30,8 +29,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fedclip.core.states import Fields
-from fedclip.errors import FedclipWarning
-from fedclip.loops.clippers import is_held
+from fedclip.loops.clippers import is_held, warn
 
 MARK = "fedclip"
 """In the first group of parameters of a state: it was saved together with a clipper's."""
@@ -48,11 +46,6 @@ NOTED: Any = WeakIdKeyDictionary()
 def held(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the parameters of an optimizer."""
     return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def warn(text: str, stacklevel: int) -> None:
-    """Warn of a loop that would not be clipped as its user expects."""
-    warnings.warn(text, FedclipWarning, stacklevel=stacklevel)
 
 
 def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
