@@ -230,7 +230,7 @@ def _warn(clipper: Clipper, text: str) -> None:
     warn(f"the statistics of {clipper.name} are of {text}: it starts anew", 5)
 
 
-def warn(text: str, stacklevel: int) -> None:
+def warn(text: str, stacklevel: int = 4) -> None:
     """Warn of a loop that would not be clipped as its user expects."""
     warnings.warn(text, FedclipWarning, stacklevel=stacklevel)
 

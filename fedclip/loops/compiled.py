@@ -135,12 +135,10 @@ def _stateful(clipper: Clipper | AGC, groups: Groups) -> Transform:
     return clipper.build() if isinstance(clipper, AGC) else clipper.transform(groups)
 
 
-def first_state(
-    clipper: Clipper | AGC, groups: Groups, tensors: Tensors, backend: Backend
-) -> State:
-    """Return the statistics of a first state, on the device of the tensors, with their arrays.
+def first_state(clipper: Clipper | AGC, groups: Groups, arrays: Tensors, backend: Backend) -> State:
+    """Return the statistics of a first state, on the device of the arrays.
 
-    They are the clipper's, if it has those of all groups. Of the tensors, only dtype, shape and
+    They are the clipper's, if it has those of all groups. Of the arrays, only dtype, shape and
     device count. If the clipper's state was loaded and is of other groups, this raises a
     ValueError.
     """
@@ -149,8 +147,8 @@ def first_state(
     first = states.load(transform.init(groups), known, groups.labels)
     if isinstance(clipper, AGC) or not groups.names:
         return first
-    arrays = clipper.get_state()["arrays"]
-    return device_state(transform, tensors, groups, backend, first, arrays)
+    cached = clipper.get_state()["arrays"]
+    return device_state(transform, arrays, groups, backend, first, cached)
 
 
 def parts(statistics: object) -> DeviceState:
@@ -160,12 +158,8 @@ def parts(statistics: object) -> DeviceState:
 
 def after(state: ClipState, step: Outcome) -> ClipState:
     """Return the state after a step; a loop carries the same shapes and dtypes along."""
-    return ClipState(
-        *(step.state, step.norms, step.limits, step.clipped),
-        steps=state.steps + 1,
-        clipped=state.clipped + step.clipped.any(),
-        nonfinite=state.nonfinite + ~step.finite,
-    )
+    counts = state.steps + 1, state.clipped + step.clipped.any(), state.nonfinite + ~step.finite
+    return ClipState(step.state, step.norms, step.limits, step.clipped, *counts)
 
 
 def load(
@@ -217,13 +211,13 @@ class Operations(NamedTuple):
 
         make(values, name)      a variable
         read(variable)          its value, as an array
-        take(array, places)     the array at these places of its last axis
+        take(array, places, axis=...)     the array at these places of an axis
         cast(array, dtype)      the array in another dtype
     """
 
     make: Callable[[HostView, str], Variable]
     read: Callable[[Variable], Array]
-    take: Callable[[Array, Sequence[int]], Array]
+    take: Callable[..., Array]
     cast: Callable[[Array, object], Array]
 
 
@@ -247,7 +241,6 @@ class HeldClipper:
         self.labels: tuple[str, ...] = ()
         self.round = 0
         self._members = clippers.Members()
-        self._groups: Any = None
         self._weights: Mapping[str, HostView] = {}
         self._outputs: Outputs | None = None
 
@@ -257,8 +250,6 @@ class HeldClipper:
             return
         clippers.begin(self.clipper, clippers.of_model(weights), optimizer)
         self._outputs = outputs_of(self.clipper, weights)
-        self._groups = groups_of(self.clipper, weights)
-        self.labels = self._groups.labels
         # Only their shapes: Keras may fill its variables later, as ``fit`` builds a model.
         self._weights = {n: empty(tuple(w.shape), _wide(w)) for n, w in weights.items()}
         (first, arrays), values = self._first()
@@ -270,8 +261,9 @@ class HeldClipper:
 
     def _first(self) -> tuple[DeviceState, list[tuple[str, HostView]]]:
         """Return the first statistics, and name and first value of each variable."""
-        first, arrays = parts(first_state(self.clipper, self._groups, self._weights, NUMPY))
-        last = _no_step(len(self.labels))
+        groups = groups_of(self.clipper, self._weights)
+        first, arrays = parts(first_state(self.clipper, groups, self._weights, NUMPY))
+        self.labels, last = groups.labels, _no_step(len(groups))
         values = [("counts", np.zeros(3, np.int64)), ("norm_limit_clipped", last)]
         values += [(field, np.atleast_1d(column)) for field, column in first._asdict().items()]
         for name, fields in states.fetched(arrays).items():
@@ -292,9 +284,8 @@ class HeldClipper:
             )
         places = [labels.index(label) for label in groups.labels]
         complete, before = groups.labels == labels, [*map(ops.read, self.statistics)]
-        state = type(self.statistics)(
-            *(before if complete else (ops.take(column, places) for column in before))
-        )
+        known = before if complete else [ops.take(column, places, axis=-1) for column in before]
+        state = type(self.statistics)(*known)
         if isinstance(self.clipper, AGC):
             weights = {name: ops.read(weight) for name, weight in weights.items()}
         if self.arrays:
@@ -317,7 +308,7 @@ class HeldClipper:
             present = xp.asarray([float(label in groups.labels) for label in labels]) > 0
             back = [places.index(i) if i in places else 0 for i in range(len(labels))]
             pairs = zip(columns, old, strict=True)
-            columns = [xp.where(present, ops.take(new, back), o) for new, o in pairs]
+            columns = [xp.where(present, ops.take(new, back, axis=-1), o) for new, o in pairs]
         for column, value in zip((self.last, *self.statistics), columns, strict=True):
             column.assign(value)
         bad = xp.where(step.finite, 0.0, 1.0)

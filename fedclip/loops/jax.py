@@ -134,11 +134,10 @@ def as_optax(
             one_leaf: Array = np.zeros(())
             first = DeviceState(first, one_leaf)
         # Two fields of one buffer could not be donated.
-        copied = functools.partial(jnp.array, copy=True)
-        norm, limit = (copied(np.full(len(groups), x), float) for x in (0.0, np.inf))
-        counts = (copied(0, jnp.int32) for _ in range(3))
-        over = copied(np.zeros(len(groups), bool))
-        return ClipState(jax.tree.map(copied, first), norm, limit, over, *counts)
+        norm, counts = np.zeros(len(groups)), np.zeros(3, np.int32)
+        state = ClipState(first, norm, norm + np.inf, norm > 0, *counts)
+        copied: ClipState = jax.tree.map(functools.partial(jnp.array, copy=True), state)
+        return copied
 
     @_promoting
     def update(
@@ -349,10 +348,8 @@ def _outputs(clipper: Clipper | AGC, params: object) -> Outputs | None:
     if not isinstance(clipper, AGC) or not clipper.asks_layers:
         return None
     paths = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_variable)[0]
-    return {
-        name: _axes(params, path, np.ndim(leaf))
-        for name, (path, leaf) in zip(_names(params), paths, strict=True)
-    }
+    named = zip(_names(params), paths, strict=True)
+    return {name: _axes(params, path, np.ndim(leaf)) for name, (path, leaf) in named}
 
 
 def _axes(tree: Any, path: Sequence[Any], ndim: int) -> Axes:

@@ -87,8 +87,7 @@ class _Hook:
     def __init__(self, stepping: Optimizer, clipper: Clipper | AGC) -> None:
         self.stepping, backend = stepping, backend_named(keras.backend.backend())
         self._float = backend.dtype(backend.asarray([0.0]))
-        take = functools.partial(keras.ops.take, axis=-1)
-        operations = Operations(self._make, _value, take, keras.ops.cast)
+        operations = Operations(self._make, _value, keras.ops.take, keras.ops.cast)
         self.held = HeldClipper(clipper, backend, operations)
         self._spikes = skip_of_all(clipper, "a Keras optimizer")
         self._names: dict[Variable, str] = {}
@@ -164,8 +163,8 @@ class _Hook:
         clipped = [after[name] for name in names]
         if context is not None:
             # Keras adds the replicas' gradients up after the clip.
-            share = 1.0 / context.num_replicas_in_sync
-            clipped = [_tf().math.scalar_mul(share, gradient) for gradient in clipped]
+            tf, share = import_module("tensorflow"), 1.0 / context.num_replicas_in_sync
+            clipped = [tf.math.scalar_mul(share, gradient) for gradient in clipped]
         return self._clip(clipped)
 
 
@@ -176,14 +175,12 @@ def _tensors(gradients: Sequence[Array]) -> list[Array]:
     return [turned(g) if other else g for g, other in zip(gradients, others, strict=True)]
 
 
-def _tf() -> Any:
-    return import_module("tensorflow")
-
-
 def _replicas() -> Any:
     """Return TensorFlow's replica context, if several replicas step together."""
     on_tensorflow = keras.backend.backend() == "tensorflow"
-    context = _tf().distribute.get_replica_context() if on_tensorflow else None
+    context = (
+        import_module("tensorflow").distribute.get_replica_context() if on_tensorflow else None
+    )
     return context if context and context.num_replicas_in_sync > 1 else None
 
 
@@ -292,9 +289,7 @@ class ClippedOptimizer(Verbs, keras.optimizers.Optimizer):
         """The variables of the inner optimizer, including those of the clipper."""
         return [*self._variables, *self.inner_optimizer.variables]
 
-    def apply(
-        self, grads: Sequence[Array], trainable_variables: Sequence[Variable] | None = None
-    ) -> None:
+    def apply(self, grads: Arrays, trainable_variables: Arrays | None = None) -> None:
         """Make the inner optimizer's step with clipped gradients."""
         if trainable_variables is not None:
             trainable_variables = list(trainable_variables)
@@ -314,14 +309,6 @@ class ClippedOptimizer(Verbs, keras.optimizers.Optimizer):
             optimizer_variables[count:], grads, trainable_variables
         )
         return weights, [*map(_value, optimizer_variables[:count]), *inner]
-
-    def scale_loss(self, loss: Array) -> Array:
-        """Return the loss as the inner optimizer scales it."""
-        return self.inner_optimizer.scale_loss(loss)
-
-    def finalize_variable_values(self, var_list: object) -> None:
-        """Write the inner optimizer's moving averages to the weights."""
-        self.inner_optimizer.finalize_variable_values(var_list)
 
     def exclude_from_weight_decay(self, var_list: object = None, var_names: object = None) -> None:
         """Exclude variables from the inner optimizer's weight decay."""
@@ -360,6 +347,8 @@ for _option in (
     "ema_momentum",
     "ema_overwrite_frequency",
     "loss_scale_factor",
+    "scale_loss",
+    "finalize_variable_values",
     "gradient_accumulation_steps",
     "_iterations",
     "_trainable_variables",

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
@@ -96,8 +95,8 @@ class CompiledClipper(compiled.Verbs, tf.Module):
     def __init__(self, clipper: Spec) -> None:
         made = clippers.clipper_of(clipper)
         super().__init__(name=made.name.replace("-", "_"))
-        self.clipper, take = made, functools.partial(tf.gather, axis=-1)
-        operations = compiled.Operations(self._make, tf.convert_to_tensor, take, tf.cast)
+        self.clipper = made
+        operations = compiled.Operations(self._make, tf.convert_to_tensor, tf.gather, tf.cast)
         self.held = HeldClipper(made, backend_named("tensorflow"), operations)
         # The module tracks the variables here.
         self._variables: list[Variable] = []

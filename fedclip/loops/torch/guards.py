@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fedclip.core.states import Fields
+from fedclip.core.states import Statistics
 from fedclip.loops.clippers import is_held, warn
 
 MARK = "fedclip"
@@ -50,11 +50,8 @@ def held(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the state of an optimizer is that after a step."""
-    return any(
-        isinstance(state, dict)
-        and (state.get("momentum_buffer") is not None or float(state.get("step", 0)) > 0)
-        for state in optimizer.state.values()
-    )
+    states = [s for s in optimizer.state.values() if isinstance(s, dict)]
+    return any(s.get("momentum_buffer") is not None or float(s.get("step", 0)) > 0 for s in states)
 
 
 # -- a GradScaler's step -------------------------------------------------------------------------
@@ -129,11 +126,14 @@ class Watch:
             self.end()
             return
         gradients = [g for g in (gradient, parameter.grad) if g is not None]
-        if any(g.layout is not torch.strided for g in gradients) or _is_recorded(gradient):
+        # Where a graph is recorded, numbers cannot be read.
+        captured = gradient.is_cuda and torch.cuda.is_current_stream_capturing()
+        is_recorded = captured or torch.compiler.is_compiling()
+        if is_recorded or any(g.layout is not torch.strided for g in gradients):
             return
         weights, slope = _some(parameter), torch.stack([*map(_some, gradients)]).sum(0)
         before, past = NOTED.get(parameter, (weights, slope))
-        if not _are_alike(before, weights) or _stays(before, weights):
+        if not _has_moved(before, weights):
             NOTED[parameter] = weights, slope
         elif ((weights - before) * past.conj()).real.sum() < 0:
             self.end()
@@ -154,20 +154,10 @@ def _some(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().flatten()[:: max(1, tensor.numel() // 64)].clone()
 
 
-def _are_alike(before: torch.Tensor, now: torch.Tensor) -> bool:
-    return (before.device, before.dtype, before.shape) == (now.device, now.dtype, now.shape)
-
-
-def _stays(before: torch.Tensor, now: torch.Tensor) -> bool:
+def _has_moved(before: torch.Tensor, now: torch.Tensor) -> bool:
+    alike = (before.device, before.dtype, before.shape) == (now.device, now.dtype, now.shape)
     # Adding and subtracting the same leaves a rounding error.
-    return torch.allclose(before, now, rtol=4 * torch.finfo(now.dtype).eps, atol=0.0)
-
-
-def _is_recorded(tensor: torch.Tensor) -> bool:
-    """Return whether a graph is recorded, where numbers cannot be read."""
-    return torch.compiler.is_compiling() or (
-        tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-    )
+    return alike and not torch.allclose(before, now, rtol=4 * torch.finfo(now.dtype).eps, atol=0.0)
 
 
 # -- wrappers ------------------------------------------------------------------------------------
@@ -213,11 +203,9 @@ class Saving:
         Takes the states by key, of those that are in what is loaded.
     """
 
-    def __init__(
-        self, save: Callable[[], dict[str, Fields]], load: Callable[[Mapping[str, Fields]], None]
-    ) -> None:
+    def __init__(self, save: Callable[[], Statistics], load: Callable[[Statistics], None]) -> None:
         self._save, self._load = save, load
-        self._loaded: dict[str, Fields] | None = None
+        self._loaded: Statistics | None = None
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:

@@ -69,7 +69,7 @@ def set_state(
     if isinstance(clipper, AGC):
         return
     if state is None:
-        warn(f"the checkpoint has no state of {clipper.name}, which starts anew", 4)
+        warn(f"the checkpoint has no state of {clipper.name}, which starts anew")
         clipper.reset()
         return
     if isinstance(state, Mapping) and isinstance(state.get("arrays"), Mapping):
@@ -109,8 +109,7 @@ class ClipHandle:
         if late and knows_nothing:
             warn(
                 f"{kind} stepped or loaded a state before {self.clipper.name} was attached, "
-                "which has no statistics: attach first, and then call load_state_dict",
-                4,
+                "which has no statistics: attach first, and then call load_state_dict"
             )
         self._kind = f"an optimizer ({kind})"
         clippers.hold(self.clipper, optimizer, f"attached to {self._kind}")
@@ -126,8 +125,7 @@ class ClipHandle:
             if save is not None and self.get_state() and not guards.is_in(save(), [self._key]):
                 warn(
                     f"the state_dict() of {type(outer[0]).__name__} lacks the clipper's "
-                    "statistics: save handle.get_state() too",
-                    4,
+                    "statistics: save handle.get_state() too"
                 )
 
     def remove(self) -> None:

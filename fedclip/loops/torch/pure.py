@@ -13,7 +13,7 @@ import torch
 from fedclip.arrays.torch import TorchBackend, TorchRecorded, recorded
 from fedclip.core.scopes import Groups
 from fedclip.loops import compiled
-from fedclip.loops.clippers import Spec, check_owner, clipper_of
+from fedclip.loops.clippers import Spec, check_owner, clipper_of, shapes_of
 from fedclip.loops.compiled import ClipState, Kind
 from fedclip.loops.torch.clip import are_sharded
 from fedclip.transforms import clip_on_device
@@ -200,8 +200,5 @@ def private_gradients(
         torch_records.check_tracked(module, of, [_like(x[:1]) for x in (*arguments, targets)])
         _TRIED.add(module)
     weights = torch_records.trained(module)
-    gradients = mean(
-        torch_records.record_stacks(module, of, (*arguments, targets), micro_batch),
-        {name: tuple(weight.shape) for name, weight in weights.items()},
-    )
-    return torch_records.restored(gradients, weights)
+    stacks = torch_records.record_stacks(module, of, (*arguments, targets), micro_batch)
+    return torch_records.restored(mean(stacks, shapes_of(weights)), weights)
