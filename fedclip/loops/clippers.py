@@ -25,7 +25,7 @@ import re
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias, TypeGuard
 
@@ -35,6 +35,7 @@ from fedclip.clippers.base import Clipper
 from fedclip.clippers.norm_clip import NormClip
 from fedclip.core.records import StepRecord
 from fedclip.core.scopes import Groups, resolve
+from fedclip.core.states import Fields, each
 from fedclip.errors import FedclipWarning, StateError, nearest
 
 Theirs: TypeAlias = Any
@@ -119,7 +120,7 @@ def unique(names: Iterable[str]) -> list[str]:
 
 
 # -- the statistics ------------------------------------------------------------------------------
-def owner_of(clipper: Clipper, tensors: Tensors, optimizer: str) -> Owner:
+def owner_of(clipper: Clipper | AGC, tensors: Tensors, optimizer: str) -> Owner:
     """Return the fingerprint of weights by name, the class of an optimizer, and a configuration."""
     named = sorted((name, [*map(int, tensor.shape)]) for name, tensor in tensors.items())
     digest = hashlib.sha256(json.dumps(named).encode()).hexdigest()[:16]
@@ -206,6 +207,12 @@ def fitting(clipper: Clipper, state: Mapping[str, Any], now: Owner) -> bool:
         optimizer = f"the optimizer {past['optimizer']}"
         _warn(clipper, optimizer if different == ["optimizer"] else "another configuration")
     return not different
+
+
+def state_of(clipper: Clipper | AGC, turned: Callable[[Any], object]) -> Fields:
+    """Return a clipper's state, each array as ``turned(array)``; {} of `agc`."""
+    state = {} if isinstance(clipper, AGC) else clipper.get_state()
+    return state and {**state, "arrays": each(state["arrays"], turned)}
 
 
 def restore(clipper: Clipper, state: Mapping[str, Any], owner: Owner | None) -> None:

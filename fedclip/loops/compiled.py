@@ -17,7 +17,6 @@ from fedclip.clippers.base import Clipper
 from fedclip.core import states
 from fedclip.core.records import RoundRecord, StepRecord
 from fedclip.core.scopes import Groups
-from fedclip.core.states import Fields
 from fedclip.loops import clippers
 from fedclip.loops.clippers import Tensors, shapes_of
 from fedclip.transforms import DeviceState, Outcome, State, Transform, clip_on_device, device_state
@@ -100,9 +99,7 @@ def check_state(state: object, groups: int, kind: Kind | None, name: str) -> Non
     if kind is None:
         return
     if (count := math.prod(state.norm.shape)) != groups:
-        raise ValueError(
-            f"the state is of {count} groups of tensors, these gradients have {groups}: call init"
-        )
+        raise ValueError(f"the state is of {count} groups but gradients have {groups}: call init")
     numbers, arrays = parts(state.statistics)
     fields = {field for of_tensor in arrays.values() for field in of_tensor}
     if kind != (type(numbers), tuple(math.prod(column.shape) for column in numbers), fields):
@@ -168,10 +165,9 @@ def load(
     """Put the statistics of compiled code, of these tensors, into a clipper."""
     if isinstance(clipper, AGC):
         return
-    (numbers, arrays), state = parts(statistics), clipper.get_state()
-    if isinstance(statistics, DeviceState):
-        state["arrays"] = states.fetched(arrays)
-    clipper.set_state({**state, "groups": states.dump(numbers, labels)})
+    numbers, arrays = parts(statistics)
+    learnt = {"groups": states.dump(numbers, labels), "arrays": states.fetched(arrays)}
+    clipper.set_state(clipper.get_state() | learnt)
     clipper.owner = clippers.owner_of(clipper, tensors, "")
 
 
@@ -209,13 +205,13 @@ class Operations(NamedTuple):
 
     ::
 
-        make(values, name)      a variable
+        make(values, name=...)  a variable
         read(variable)          its value, as an array
         take(array, places, axis=...)     the array at these places of an axis
         cast(array, dtype)      the array in another dtype
     """
 
-    make: Callable[[HostView, str], Variable]
+    make: Callable[..., Variable]
     read: Callable[[Variable], Array]
     take: Callable[..., Array]
     cast: Callable[[Array, object], Array]
@@ -253,7 +249,7 @@ class HeldClipper:
         # Only their shapes: Keras may fill its variables later, as ``fit`` builds a model.
         self._weights = {n: empty(tuple(w.shape), _wide(w)) for n, w in weights.items()}
         (first, arrays), values = self._first()
-        self.variables = [self._ops.make(value, name) for name, value in values]
+        self.variables = [self._ops.make(value, name=name) for name, value in values]
         variables = iter(self.variables)
         self.counts, self.last = next(variables), next(variables)
         self.statistics = type(first)(*(next(variables) for _ in first))
@@ -350,18 +346,15 @@ class Verbs:
         if self.held.variables:
             self.held.counts.assign(0 * self.held.counts.numpy())
 
-    def get_state(self) -> Fields:
+    def get_state(self) -> states.Fields:
         """Return what the clipper's ``get_state`` returns; nothing for `agc`."""
-        held, clipper = self.held, self.held.clipper
-        if isinstance(clipper, AGC):
-            return {}
-        state = clipper.get_state()
-        if held.variables:
+        held, state = self.held, clippers.state_of(self.held.clipper, np.array)
+        if state and held.variables:
             state["groups"] = states.dump(held.state().statistics, held.labels)
             state["arrays"] = states.each(held.arrays, lambda v: np.array(v.numpy()))
         return state
 
-    def set_state(self, state: Fields) -> None:
+    def set_state(self, state: states.Fields) -> None:
         """Restore a state that ``get_state`` of this, or of such a clipper, returned.
 
         Raises

@@ -148,9 +148,7 @@ def as_optax(
         if state is None:
             state = init(updates)
             if groups.names and jax.tree.leaves(state.statistics):
-                raise ValueError(
-                    f"{clipper.name} learns from past steps: give update the state of init"
-                )
+                raise ValueError(f"{clipper.name} learns from past steps: give update init's state")
         if not groups.names:
             return updates, state
         compiled.check_state(state, len(groups), compiled.kind_of(clipper, groups), clipper.name)

@@ -34,7 +34,6 @@ Optimizer: TypeAlias = Any
 """Of Keras, which has no types."""
 
 _CLIPS = ("clipnorm", "global_clipnorm", "clipvalue")
-_OVERWRITES = "overwrite_with_gradient"
 
 
 def _chain(optimizer: Optimizer) -> list[Optimizer]:
@@ -61,9 +60,7 @@ def _checked(optimizer: Optimizer) -> Optimizer:
     clipped = next((o for o in outer if isinstance(o, ClippedOptimizer)), None)
     owner = getattr(stepping._clip_gradients, "__self__", None)
     if owner is not getattr(clipped, "_hook", stepping):
-        raise ValueError(
-            f"{stepping.name!r} is already in another ClippedOptimizer: make a new optimizer"
-        )
+        raise ValueError(f"{stepping.name!r} is already in another ClippedOptimizer: make another")
     return stepping
 
 
@@ -110,7 +107,9 @@ class _Hook:
         """Make the variables of the clipper."""
         named = dict(zip(names_of(variables), variables, strict=True))
         self._names = {self.stepping._var_key(v): name for name, v in named.items()}
-        clipped = {n: v for n, v in named.items() if not getattr(v, _OVERWRITES, False)}
+        clipped = {
+            n: v for n, v in named.items() if not getattr(v, "overwrite_with_gradient", False)
+        }
         self.held.build(clipped, type(self.stepping).__name__)
 
     def apply(self, gradients: Sequence[Array], variables: Sequence[Variable]) -> None:
@@ -125,9 +124,7 @@ class _Hook:
             self._apply(gradients, variables)
         # Eager code clips in the last of the accumulated steps only.
         if not (self._now.clipped or self.stepping.gradient_accumulation_steps):
-            raise RuntimeError(
-                f"{type(self.stepping).__name__} stepped without a call of _clip_gradients"
-            )
+            raise RuntimeError(f"{self.stepping.name!r} stepped without a call of _clip_gradients")
 
     @contextmanager
     def _undoing(self, weights: Sequence[Variable]) -> Iterator[None]:
@@ -177,10 +174,9 @@ def _tensors(gradients: Sequence[Array]) -> list[Array]:
 
 def _replicas() -> Any:
     """Return TensorFlow's replica context, if several replicas step together."""
-    on_tensorflow = keras.backend.backend() == "tensorflow"
-    context = (
-        import_module("tensorflow").distribute.get_replica_context() if on_tensorflow else None
-    )
+    if keras.backend.backend() != "tensorflow":
+        return None
+    context = import_module("tensorflow").distribute.get_replica_context()
     return context if context and context.num_replicas_in_sync > 1 else None
 
 
@@ -207,9 +203,7 @@ def _inner(option: str) -> property:
 
     def put(self: Optimizer, value: object) -> None:
         if option in _CLIPS and value is not None:
-            raise ValueError(
-                f"{option} of a ClippedOptimizer would clip nothing: set the limit in its clipper"
-            )
+            raise ValueError(f"{option} of a ClippedOptimizer would clip nothing: use its clipper")
         # Keras' constructor sets defaults, before there is an inner optimizer.
         if "inner_optimizer" in vars(self):
             setattr(self.inner_optimizer, option, value)
@@ -331,9 +325,7 @@ class ClippedOptimizer(Verbs, keras.optimizers.Optimizer):
     @classmethod
     def from_config(cls, config: Theirs, custom_objects: object = None) -> ClippedOptimizer:
         """Return the optimizer of a configuration."""
-        inner = keras.saving.deserialize_keras_object(
-            config["inner_optimizer"], custom_objects=custom_objects
-        )
+        inner = keras.saving.deserialize_keras_object(config["inner_optimizer"], custom_objects)
         return cls(inner, config["clipper"], name=config["name"])
 
 

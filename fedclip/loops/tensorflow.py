@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
-from fedclip.arrays import HostView
 from fedclip.errors import needing, public_names
 
 with needing(__name__, "TensorFlow: pip install tensorflow"):
@@ -96,7 +96,8 @@ class CompiledClipper(compiled.Verbs, tf.Module):
         made = clippers.clipper_of(clipper)
         super().__init__(name=made.name.replace("-", "_"))
         self.clipper = made
-        operations = compiled.Operations(self._make, tf.convert_to_tensor, tf.gather, tf.cast)
+        make = functools.partial(tf.Variable, trainable=False)
+        operations = compiled.Operations(make, tf.convert_to_tensor, tf.gather, tf.cast)
         self.held = HeldClipper(made, backend_named("tensorflow"), operations)
         # The module tracks the variables here.
         self._variables: list[Variable] = []
@@ -128,7 +129,3 @@ class CompiledClipper(compiled.Verbs, tf.Module):
             self._variables = self.held.variables
         outputs = self.held.clip(present, weights)
         return [(outputs.get(n), v) for n, v in variables.items()]
-
-    @staticmethod
-    def _make(values: HostView, name: str) -> Variable:
-        return tf.Variable(values, dtype=values.dtype, trainable=False, name=name)

@@ -18,7 +18,6 @@ with needing(__name__, "Transformers: pip install 'transformers[torch]'"):
     from transformers import TrainerCallback
     from transformers.trainer_callback import ExportableState
 
-from fedclip.clippers.agc import AGC
 from fedclip.loops import clippers
 from fedclip.loops.clippers import Spec, Theirs, configuration
 from fedclip.loops.torch import set_state
@@ -73,10 +72,8 @@ class ClipCallback(TrainerCallback, ExportableState):
     ) -> None:
         """Refuse to clip twice, and restore the state of a checkpoint."""
         optimizer, clipper = kwargs["optimizer"], self.clipper
-        if args.max_grad_norm:
-            raise ValueError(
-                f"max_grad_norm={args.max_grad_norm!r} would clip too: give max_grad_norm=0"
-            )
+        if norm := args.max_grad_norm:
+            raise ValueError(f"max_grad_norm={norm!r} would clip too: give max_grad_norm=0")
         if "DeepSpeed" in type(optimizer).__name__:
             raise NotImplementedError("DeepSpeed shows no whole gradients: use gradient_clipping")
         others = [c for c in _TRAINING if c._training is state and c.clipper is not clipper]
@@ -96,13 +93,13 @@ class ClipCallback(TrainerCallback, ExportableState):
         parameters = named(kwargs["model"], clipper)
         kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
         self._within = bool(state.global_step and state.epoch % 1)
-        if state.global_step and not isinstance(clipper, AGC):
+        if state.global_step:
             # The Trainer adds the states of several callbacks to the end of one list.
             entries = saved if isinstance(saved, list) else [saved]
             fitting = [e["attributes"]["clipper_state"] for e in entries if self._wrote(e)]
             owner = clippers.owner_of(clipper, parameters, kind)
             set_state(clipper, _read(fitting[-1]) if fitting else None, owner)
-        elif failed and not isinstance(clipper, AGC):
+        elif failed:
             clipper.reset()
         clippers.begin(clipper, parameters, kind)
 
@@ -161,10 +158,7 @@ class ClipCallback(TrainerCallback, ExportableState):
     @property
     def clipper_state(self) -> Fields:
         """The clipper's state for JSON; Transformers may set it when it restores a checkpoint."""
-        if isinstance(self.clipper, AGC):
-            return {}
-        state = self.clipper.get_state()
-        return {**state, "arrays": each(state["arrays"], _to_text)}
+        return clippers.state_of(self.clipper, _to_text)
 
     @clipper_state.setter
     def clipper_state(self, state: Mapping[str, object]) -> None:

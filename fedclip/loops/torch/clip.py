@@ -264,14 +264,10 @@ def named(parameters: Parameters, clipper: Clipper | AGC) -> dict[str, torch.Ten
         items = [parameters]
     pairs = [*items]
     if not pairs and isinstance(parameters, Iterator):
-        raise ValueError(
-            "there are no parameters: an iterator has none the second time, so give the model"
-        )
+        raise ValueError("no parameters: an iterator has none the second time, so give the model")
     if pairs and isinstance(pairs[0], torch.Tensor):
         if getattr(clipper, "scope", "tensor") not in ("global", "tensor") or clipper.exclude:
-            raise TypeError(
-                f"{clipper.name} distinguishes parameters by name: give model.named_parameters()"
-            )
+            raise TypeError(f"{clipper.name} needs parameter names: give model.named_parameters()")
         pairs = [(str(place), tensor) for place, tensor in enumerate(pairs)]
     first: dict[int, tuple[str, torch.Tensor]] = {}
     for pair in pairs:
@@ -389,9 +385,7 @@ def outputs_of(
     if not names:
         return None
     if not isinstance(source, torch.nn.Module):
-        raise ValueError(
-            "agc needs the outputs of layers: give the model, or set axis, such as AGC(axis=0)"
-        )
+        raise ValueError("agc needs the outputs of layers: give the model, or an axis: AGC(axis=0)")
     layers: dict[int, torch.nn.Module] = {}
     for path, module in source.named_modules():
         # A parametrization's tensors are its layer's.

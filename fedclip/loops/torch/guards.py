@@ -77,9 +77,7 @@ def check_step(optimizer: torch.optim.Optimizer) -> None:
     """Raise a TypeError for an optimizer that has no step, such as LOMO."""
     code = getattr(inspect.unwrap(type(optimizer).step), "__code__", None)
     if code is not None and code.co_names == ("NotImplementedError",):
-        raise TypeError(
-            f"{type(optimizer).__name__} has no step() in which a clipper could act: use another"
-        )
+        raise TypeError(f"{type(optimizer).__name__} has no step() to clip in: use another")
 
 
 # -- a step that calls another step, or fails ----------------------------------------------------
@@ -110,10 +108,8 @@ class Watch:
         forget(optimizer)
         # A parameter is saved without its hook, and without a warning.
         unsaved: Any = torch.utils.hooks.unserializable_hook
-        watched: Any = [p for p in held(optimizer) if type(p) in _PLAIN and p.requires_grad]
-        self.hooks = [
-            p.register_hook(unsaved(partial(self._look, weakref.ref(p)))) for p in watched
-        ]
+        chosen: Any = [p for p in held(optimizer) if type(p) in _PLAIN and p.requires_grad]
+        self.hooks = [p.register_hook(unsaved(partial(self._look, weakref.ref(p)))) for p in chosen]
 
     def end(self) -> None:
         """Stop watching."""

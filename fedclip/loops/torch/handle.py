@@ -25,9 +25,8 @@ import torch
 
 from fedclip.clippers.agc import AGC, Outputs
 from fedclip.clippers.base import Clipper
-from fedclip.core import states
 from fedclip.core.records import StepRecord
-from fedclip.core.states import Fields
+from fedclip.core.states import Fields, each
 from fedclip.loops import clippers
 from fedclip.loops.clippers import Spec, warn
 from fedclip.loops.torch import guards
@@ -42,11 +41,7 @@ def get_state(clipper: Clipper | AGC) -> Fields:
     ``torch.load(weights_only=True)`` reads them. `AGC` has none: its limits follow from the
     weights.
     """
-    if isinstance(clipper, AGC):
-        return {}
-    state = clipper.get_state()
-    state["arrays"] = states.each(state["arrays"], torch.from_numpy)
-    return state
+    return clippers.state_of(clipper, torch.from_numpy)
 
 
 def set_state(
@@ -73,7 +68,7 @@ def set_state(
         clipper.reset()
         return
     if isinstance(state, Mapping) and isinstance(state.get("arrays"), Mapping):
-        arrays = states.each(state["arrays"], lambda a: np.asarray(torch.as_tensor(a).cpu()))
+        arrays = each(state["arrays"], lambda a: np.asarray(torch.as_tensor(a).cpu()))
         state = {**state, "arrays": arrays}
     clippers.restore(clipper, state, owner)
 
@@ -165,7 +160,7 @@ class ClipHandle:
     def set_state(self, state: Mapping[str, object] | None) -> None:
         """Restore statistics of this model and optimizer; see `fedclip.loops.clippers`."""
         optimizer = self._others.optimizer()
-        if optimizer is None or isinstance(self.clipper, AGC):
+        if optimizer is None:
             set_state(self.clipper, state)
             return
         # Until an optimizer has loaded its state, it may hold other parameters.
@@ -208,9 +203,7 @@ class ClipHandle:
         nameless = {id(p): p for p in now}
         chosen = {n: p for n, p in source.items() if nameless.pop(id(p), None) is not None}
         if not chosen:
-            raise ValueError(
-                "the optimizer holds no parameter of those given: give the model that it trains"
-            )
+            raise ValueError("the optimizer holds no parameter of those given: give its model")
         if nameless:
             shapes = ", ".join(str(tuple(p.shape)) for p in list(nameless.values())[:5])
             raise ValueError(

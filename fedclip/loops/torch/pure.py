@@ -79,9 +79,7 @@ class PureClipping:
         backend, clipper = _backend(gradients, state, weights or {}), self.clipper
         transform = compiled.transform_of(clipper, groups, weights, backend)
         if backend.partial and not transform.runs_on_parts:
-            raise NotImplementedError(
-                f"{clipper.name} needs whole arrays, and a DTensor is a part: use clip_"
-            )
+            raise NotImplementedError(f"{clipper.name} needs whole arrays, not DTensors: use clip_")
         clipped, step = clip_on_device(
             transform, gradients, groups, backend, state.statistics, clipper.on_nonfinite
         )
@@ -120,9 +118,7 @@ def _backend(gradients: Named, state: ClipState, weights: Named) -> TorchBackend
     if not are_sharded(gradients.values()):
         return _RECORDED if records else _PLAIN
     if records:
-        raise NotImplementedError(
-            "DTensors are clipped without derivatives only: clip under torch.no_grad()"
-        )
+        raise NotImplementedError("DTensors are clipped without derivatives: use torch.no_grad()")
     from fedclip.arrays.sharded import ShardedBackend
 
     return ShardedBackend(gradients.values())
