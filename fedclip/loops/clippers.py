@@ -221,6 +221,7 @@ def restore(clipper: Clipper, state: Mapping[str, Any], owner: Owner | None) -> 
         clipper.set_state(state)
     else:
         clipper.reset()
+    clipper.owner = owner or clipper.owner
 
 
 def owner_in(state: object) -> Mapping[str, str]:
@@ -347,7 +348,7 @@ class Use:
     """The use of a clipper in this process; copies and states of the clipper leave it out."""
 
     def __init__(self) -> None:
-        self.holder: weakref.ref[object] | None = None
+        self.holder: Callable[[], object] = lambda: None
         self.place = ""
         self.members = Members()
         # The parameters that were checked at the last call of `clip_`.
@@ -368,10 +369,10 @@ def use_of(clipper: Clipper | AGC) -> Use:
 def is_held(clipper: Clipper | AGC) -> bool:
     """Return whether something clips with a clipper now."""
     holder = use_of(clipper).holder
-    if holder is not None and holder() is not None:
+    if holder() is not None:
         # Objects that nothing refers to may still wait to be collected.
         gc.collect()
-    return holder is not None and holder() is not None
+    return holder() is not None
 
 
 def hold(clipper: Clipper | AGC, holder: object, place: str) -> None:
@@ -389,9 +390,8 @@ def hold(clipper: Clipper | AGC, holder: object, place: str) -> None:
 
 def release(clipper: Clipper | AGC, holder: object) -> None:
     """Note that something no longer clips with a clipper."""
-    use = use_of(clipper)
-    if use.holder is not None and use.holder() is holder:
-        use.holder = None
+    if use_of(clipper).holder() is holder:
+        use_of(clipper).holder = lambda: None
 
 
 def check_free(clipper: Clipper | AGC) -> None:

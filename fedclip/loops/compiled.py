@@ -367,8 +367,6 @@ class Verbs:
             return
         owner = clipper.owner if held.variables else None
         clippers.restore(clipper, state, owner)
-        if held.variables:
-            clipper.owner = owner
         held.restart()
 
     def reset(self) -> None:
@@ -398,8 +396,7 @@ def empty(shape: tuple[int, ...], dtype: Any) -> HostView:
 
 def _wide(variable: Variable) -> str:
     """Return the dtype of NumPy that is at least as wide as that of a variable."""
-    name = getattr(variable.dtype, "name", variable.dtype)
-    return "float64" if name == "float64" else "float32"
+    return "float64" if "float64" in str(variable.dtype) else "float32"
 
 
 # -- the outputs of layers of Keras --------------------------------------------------------------

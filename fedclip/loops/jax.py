@@ -384,11 +384,9 @@ def _by_name(tree: object) -> dict[str, Array]:
 
 
 def _array(name: str, leaf: object) -> Array:
-    # The results of jax.eval_shape have only shape and dtype; see `_shown`.
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf
     try:
-        return jnp.asarray(leaf)
+        # The results of jax.eval_shape have only shape and dtype; see `_shown`.
+        return leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jnp.asarray(leaf)
     except TypeError as error:
         raise TypeError(
             f"{name!r} is not an array, but {leaf!r:.80}: pass only the arrays, as by eqx.filter"

@@ -213,7 +213,7 @@ class ClipHandle:
         if self._outputs is None or isinstance(self._source, torch.nn.Module):
             self._outputs = outputs_of(self._source, chosen, self.clipper)
         self._held, self._parameters = now, chosen
-        if self._key and isinstance(self.clipper, Clipper) and self.clipper.owner:
+        if self._key and self.clipper.owner:
             # Parameters were added: it is the same model still.
             self.clipper.owner = clippers.owner_of(self.clipper, chosen, type(optimizer).__name__)
         return chosen

@@ -61,10 +61,9 @@ class PureClipping:
         groups, _ = self._looked_up(gradients)
         check_owner(self.clipper, gradients)
         first = compiled.first_state(self.clipper, groups, gradients, _PLAIN)
-        like = next(iter(gradients.values()), None)
-        norm, limit = (_PLAIN.asarray(np.full(len(groups), x), like=like) for x in (0.0, np.inf))
+        norm = _PLAIN.asarray(np.zeros(len(groups)), like=next(iter(gradients.values()), None))
         counts = (norm.new_zeros((), dtype=torch.int64) for _ in range(3))
-        return ClipState(first, norm, limit, norm > 0, *counts)
+        return ClipState(first, norm, norm + np.inf, norm > 0, *counts)
 
     def update(
         self, gradients: Named, state: ClipState, weights: Named | None = None
