@@ -67,9 +67,7 @@ class ClipCallback(TrainerCallback, ExportableState):
         self._within = False
         self._training: object = None
 
-    def on_train_begin(
-        self, args: Theirs, state: Theirs, control: Theirs, **kwargs: Theirs
-    ) -> None:
+    def on_train_begin(self, args: Theirs, state: Theirs, *_: Theirs, **kwargs: Theirs) -> None:
         """Refuse to clip twice, and restore the state of a checkpoint."""
         optimizer, clipper = kwargs["optimizer"], self.clipper
         if norm := args.max_grad_norm:
