@@ -267,7 +267,9 @@ def named(parameters: Parameters, clipper: Clipper | AGC) -> dict[str, torch.Ten
         raise ValueError("no parameters: an iterator has none the second time, so give the model")
     if pairs and isinstance(pairs[0], torch.Tensor):
         if getattr(clipper, "scope", "tensor") not in ("global", "tensor") or clipper.exclude:
-            raise TypeError(f"{clipper.name} needs parameter names: give model.named_parameters()")
+            raise TypeError(
+                f"{clipper.name} distinguishes parameters by name: give model.named_parameters()"
+            )
         pairs = [(str(place), tensor) for place, tensor in enumerate(pairs)]
     first: dict[int, tuple[str, torch.Tensor]] = {}
     for pair in pairs:
