@@ -316,11 +316,9 @@ class ClippedOptimizer(Verbs, keras.optimizers.Optimizer):
 
     def get_config(self) -> dict[str, object]:
         """Return inner optimizer and clipper, as Keras saves them."""
-        return {
-            "name": self.name,
-            "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
-            "clipper": [self.clipper.name, self.clipper.get_config()],
-        }
+        inner = keras.saving.serialize_keras_object(self.inner_optimizer)
+        clipper = [self.clipper.name, self.clipper.get_config()]
+        return {"name": self.name, "inner_optimizer": inner, "clipper": clipper}
 
     @classmethod
     def from_config(cls, config: Theirs, custom_objects: object = None) -> ClippedOptimizer:

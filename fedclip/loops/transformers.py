@@ -148,10 +148,8 @@ class ClipCallback(TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, object]:
         """Return what Transformers writes into its checkpoints."""
-        return {
-            "args": {"clipper": [self.clipper.name, self.clipper.get_config()]},
-            "attributes": {"clipper_state": self.clipper_state},
-        }
+        args = {"clipper": [self.clipper.name, self.clipper.get_config()]}
+        return {"args": args, "attributes": {"clipper_state": self.clipper_state}}
 
     @property
     def clipper_state(self) -> Fields:

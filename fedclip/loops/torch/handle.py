@@ -275,10 +275,8 @@ class _Attached:
         self._outermost: FrameType | None = None
         # A step that was put into the class since has no hooks.
         optimizer._patch_step_function()
-        self._hooks = [
-            optimizer.register_step_pre_hook(uncompiled(self._begin)),
-            optimizer.register_step_post_hook(uncompiled(self._end)),
-        ]
+        before = optimizer.register_step_pre_hook(uncompiled(self._begin))
+        self._hooks = before, optimizer.register_step_post_hook(uncompiled(self._end))
         self.saving = guards.Saving(self._states, self._load)
         self.saving.add(optimizer)
         vars(optimizer)["__reduce_ex__"] = partial(guards.reduced, self.optimizer)
