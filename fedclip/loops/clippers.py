@@ -25,7 +25,7 @@ import re
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias, TypeGuard
 
@@ -35,6 +35,7 @@ from fedclip.clippers.base import Clipper
 from fedclip.clippers.norm_clip import NormClip
 from fedclip.core.records import StepRecord
 from fedclip.core.scopes import Groups, resolve
+from fedclip.core.states import Fields, each
 from fedclip.errors import FedclipWarning, StateError, nearest
 
 Theirs: TypeAlias = Any
@@ -44,7 +45,7 @@ Spec: TypeAlias = Clipper | AGC | float | str | tuple[str, Mapping[str, object]]
 """A clipper, a fixed limit of the norm, or a name or (name, config) as in a configuration."""
 
 Owner: TypeAlias = dict[str, str]
-Shapes: TypeAlias = Mapping[str, Sequence[int]]
+Tensors: TypeAlias = Mapping[str, Any]
 
 
 # -- a clipper, and a step with it ---------------------------------------------------------------
@@ -119,9 +120,9 @@ def unique(names: Iterable[str]) -> list[str]:
 
 
 # -- the statistics ------------------------------------------------------------------------------
-def owner_of(clipper: Clipper, shapes: Shapes, optimizer: str) -> Owner:
+def owner_of(clipper: Clipper | AGC, tensors: Tensors, optimizer: str) -> Owner:
     """Return the fingerprint of weights by name, the class of an optimizer, and a configuration."""
-    named = sorted((name, [*map(int, shape)]) for name, shape in shapes.items())
+    named = sorted((name, [*map(int, tensor.shape)]) for name, tensor in tensors.items())
     digest = hashlib.sha256(json.dumps(named).encode()).hexdigest()[:16]
     return {"model": digest, "optimizer": optimizer, "clipper": configuration(clipper)}
 
@@ -132,11 +133,11 @@ def configuration(clipper: Clipper | AGC) -> str:
     return json.dumps([clipper.name, compared], sort_keys=True, default=repr)
 
 
-def learns(clipper: Clipper | AGC, shapes: Shapes) -> TypeGuard[Clipper]:
-    """Whether a clipper keeps statistics of past steps of tensors of these shapes."""
+def learns(clipper: Clipper | AGC, tensors: Tensors) -> TypeGuard[Clipper]:
+    """Whether a clipper keeps statistics of past steps of these tensors."""
     if isinstance(clipper, AGC):
         return False
-    groups = clipper.groups(shapes)
+    groups = clipper.groups(shapes_of(tensors))
     transform = clipper.transform(groups)
     return bool(transform.array_fields or transform.init(groups)._fields)
 
@@ -147,43 +148,44 @@ def has_learnt(clipper: Clipper) -> bool:
     return bool(state["arrays"]) or any(state["groups"].values())
 
 
-def begin(
-    clipper: Clipper | AGC, shapes: Shapes, optimizer: str, tensors: Sequence[object]
-) -> None:
+def begin(clipper: Clipper | AGC, tensors: Tensors, optimizer: str = "") -> bool:
     """Continue with the statistics of a clipper, or forget them with a warning.
+
+    Return whether the clipper learns from steps, and has no statistics yet.
 
     Parameters
     ----------
-    optimizer
-        The class of the optimizer; "" if it is not known, which goes with any.
     tensors
         Those of the model, of which the first stands for it later.
+    optimizer
+        The class of the optimizer; "" if it is not known, which goes with any.
 
     Raises
     ------
     StateError
         If the statistics were loaded, and are of weights of other names or shapes.
     """
-    if not learns(clipper, shapes):
-        return
-    now, model = owner_of(clipper, shapes, optimizer), clipper.model
+    if not learns(clipper, tensors):
+        return False
+    now, model = owner_of(clipper, tensors, optimizer), clipper.model
     if has_learnt(clipper):
         if model is None:
             fits = fitting(clipper, clipper.get_state(), now)
         else:
-            same = any(model() is tensor for tensor in tensors)
+            same = any(model() is tensor for tensor in tensors.values())
             fits = same and not _different(clipper.owner or {}, now)
             if not fits:
                 _warn(clipper, "another model or optimizer")
         if not fits:
             clipper.reset()
-    clipper.owner, clipper.model = now, weakref.ref(tensors[0])
+    clipper.owner, clipper.model = now, weakref.ref(next(iter(tensors.values())))
+    return not has_learnt(clipper)
 
 
-def check_owner(clipper: Clipper | AGC, shapes: Shapes) -> None:
+def check_owner(clipper: Clipper | AGC, tensors: Tensors) -> None:
     """Raise a StateError for a clipper whose statistics are of weights of other names or shapes."""
     if isinstance(clipper, Clipper) and clipper.owner is not None and has_learnt(clipper):
-        fitting(clipper, clipper.get_state(), owner_of(clipper, shapes, ""))
+        fitting(clipper, clipper.get_state(), owner_of(clipper, tensors, ""))
 
 
 def fitting(clipper: Clipper, state: Mapping[str, Any], now: Owner) -> bool:
@@ -194,8 +196,7 @@ def fitting(clipper: Clipper, state: Mapping[str, Any], now: Owner) -> bool:
     StateError
         If it is of weights of other names or shapes.
     """
-    past = state.get("owner") if isinstance(state, Mapping) else None
-    past = past if isinstance(past, Mapping) else {}
+    past = owner_in(state)
     different = _different(past, now)
     if "model" in different:
         raise StateError(
@@ -208,16 +209,38 @@ def fitting(clipper: Clipper, state: Mapping[str, Any], now: Owner) -> bool:
     return not different
 
 
+def state_of(clipper: Clipper | AGC, turned: Callable[[Any], object]) -> Fields:
+    """Return a clipper's state, each array as ``turned(array)``; {} of `agc`."""
+    state = {} if isinstance(clipper, AGC) else clipper.get_state()
+    return state and {**state, "arrays": each(state["arrays"], turned)}
+
+
+def restore(clipper: Clipper, state: Mapping[str, Any], owner: Owner | None) -> None:
+    """Load a state; if it is of another optimizer or configuration than the owner, start anew."""
+    if owner is None or fitting(clipper, state, owner):
+        clipper.set_state(state)
+    else:
+        clipper.reset()
+    clipper.owner = owner or clipper.owner
+
+
+def owner_in(state: object) -> Mapping[str, str]:
+    """Return the owner that a state names; {} if it names none."""
+    owner = state.get("owner") if isinstance(state, Mapping) else None
+    return owner if isinstance(owner, Mapping) else {}
+
+
 def _different(past: Mapping[str, str], now: Owner) -> list[str]:
     return [key for key in now if past.get(key) and now[key] and past[key] != now[key]]
 
 
 def _warn(clipper: Clipper, text: str) -> None:
-    warnings.warn(
-        f"the statistics of {clipper.name} are of {text}: it starts anew",
-        FedclipWarning,
-        stacklevel=4,
-    )
+    warn(f"the statistics of {clipper.name} are of {text}: it starts anew", 5)
+
+
+def warn(text: str, stacklevel: int = 4) -> None:
+    """Warn of a loop that would not be clipped as its user expects."""
+    warnings.warn(text, FedclipWarning, stacklevel=stacklevel)
 
 
 # -- the tensors of a step -----------------------------------------------------------------------
@@ -240,7 +263,7 @@ class Members:
         return home if ref is not None and ref() is tensor else None
 
     def check(
-        self, clipper: Clipper | AGC, tensors: Mapping[str, Any], groups: Groups, *, fixed: bool
+        self, clipper: Clipper | AGC, tensors: Tensors, groups: Groups, *, fixed: bool
     ) -> None:
         """Note the tensors of a step.
 
@@ -278,19 +301,19 @@ class Members:
         self.last = [0 for _ in self.last]
 
 
-def shapes_of(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def shapes_of(tensors: Tensors) -> dict[str, tuple[int, ...]]:
     """Return the shapes of tensors, by name."""
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
-def model_shapes(tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of tensors, by name, without the numbers that Keras gives to layers."""
+def of_model(tensors: Tensors) -> dict[str, Any]:
+    """Return tensors by name, without the numbers that Keras gives to layers."""
     names = unique(re.sub(r"_\d+(?=/|$)", "", name) for name in tensors)
-    return dict(zip(names, shapes_of(tensors).values(), strict=True))
+    return dict(zip(names, tensors.values(), strict=True))
 
 
 def check_members(
-    clipper: Clipper | AGC, tensors: Mapping[str, Any], *, fixed: bool, new_model: bool = False
+    clipper: Clipper | AGC, tensors: Tensors, *, fixed: bool, new_model: bool = False
 ) -> None:
     """Check the tensors of a step that a loop passes to a clipper; see `Members.check`.
 
@@ -306,9 +329,8 @@ def check_members(
         members = use_of(clipper).members = Members()
     begins = not members.last or new_model
     if tensors and begins and not any(map(members.home, tensors.values())):
-        of_model = model_shapes(tensors) if fixed else shapes_of(tensors)
-        begin(clipper, of_model, "", [*tensors.values()])
-    if learns(clipper, shapes_of(tensors)):
+        begin(clipper, of_model(tensors) if fixed else tensors)
+    if learns(clipper, tensors):
         groups = clipper.groups(shapes_of(tensors))
         if fixed or clipper.transform(groups).array_fields:
             groups = by_tensor(tensors if fixed else groups.names)
@@ -326,7 +348,7 @@ class Use:
     """The use of a clipper in this process; copies and states of the clipper leave it out."""
 
     def __init__(self) -> None:
-        self.holder: weakref.ref[object] | None = None
+        self.holder: Callable[[], object] = lambda: None
         self.place = ""
         self.members = Members()
         # The parameters that were checked at the last call of `clip_`.
@@ -347,10 +369,10 @@ def use_of(clipper: Clipper | AGC) -> Use:
 def is_held(clipper: Clipper | AGC) -> bool:
     """Return whether something clips with a clipper now."""
     holder = use_of(clipper).holder
-    if holder is not None and holder() is not None:
+    if holder() is not None:
         # Objects that nothing refers to may still wait to be collected.
         gc.collect()
-    return holder is not None and holder() is not None
+    return holder() is not None
 
 
 def hold(clipper: Clipper | AGC, holder: object, place: str) -> None:
@@ -368,9 +390,8 @@ def hold(clipper: Clipper | AGC, holder: object, place: str) -> None:
 
 def release(clipper: Clipper | AGC, holder: object) -> None:
     """Note that something no longer clips with a clipper."""
-    use = use_of(clipper)
-    if use.holder is not None and use.holder() is holder:
-        use.holder = None
+    if use_of(clipper).holder() is holder:
+        use_of(clipper).holder = lambda: None
 
 
 def check_free(clipper: Clipper | AGC) -> None:

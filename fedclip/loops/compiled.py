@@ -17,18 +17,9 @@ from fedclip.clippers.base import Clipper
 from fedclip.core import states
 from fedclip.core.records import RoundRecord, StepRecord
 from fedclip.core.scopes import Groups
-from fedclip.core.states import Fields
 from fedclip.loops import clippers
-from fedclip.loops.clippers import shapes_of
-from fedclip.transforms import (
-    DeviceState,
-    Outcome,
-    SliceClipping,
-    State,
-    Transform,
-    clip_on_device,
-    device_state,
-)
+from fedclip.loops.clippers import Tensors, shapes_of
+from fedclip.transforms import DeviceState, Outcome, State, Transform, clip_on_device, device_state
 
 Variable: TypeAlias = Array
 Kind: TypeAlias = tuple[type, tuple[int, ...], set[str]]
@@ -93,9 +84,9 @@ def check_compilable(clipper: Clipper | AGC) -> None:
 
 def kind_of(clipper: Clipper | AGC, groups: Groups) -> Kind:
     """Return the kind of a clipper's states, for `check_state`."""
-    first = first_numbers(clipper, groups, fresh=True)
-    arrays = () if isinstance(clipper, AGC) else clipper.transform(groups).array_fields
-    return type(first), tuple(np.size(c) for c in first), {*arrays}
+    transform = _stateful(clipper, groups)
+    first = transform.init(groups)
+    return type(first), tuple(np.size(c) for c in first), {*transform.array_fields}
 
 
 def check_state(state: object, groups: int, kind: Kind | None, name: str) -> None:
@@ -108,9 +99,7 @@ def check_state(state: object, groups: int, kind: Kind | None, name: str) -> Non
     if kind is None:
         return
     if (count := math.prod(state.norm.shape)) != groups:
-        raise ValueError(
-            f"the state is of {count} groups of tensors, these gradients have {groups}: call init"
-        )
+        raise ValueError(f"the state is of {count} groups but gradients have {groups}: call init")
     numbers, arrays = parts(state.statistics)
     fields = {field for of_tensor in arrays.values() for field in of_tensor}
     if kind != (type(numbers), tuple(math.prod(column.shape) for column in numbers), fields):
@@ -119,7 +108,7 @@ def check_state(state: object, groups: int, kind: Kind | None, name: str) -> Non
         )
 
 
-def groups_of(clipper: Clipper | AGC, tensors: Mapping[str, Array]) -> Groups:
+def groups_of(clipper: Clipper | AGC, tensors: Tensors) -> Groups:
     """Return the groups of a clipper for tensors by name."""
     return clipper.groups(shapes_of(tensors))
 
@@ -127,7 +116,7 @@ def groups_of(clipper: Clipper | AGC, tensors: Mapping[str, Array]) -> Groups:
 def transform_of(
     clipper: Clipper | AGC,
     groups: Groups,
-    weights: Mapping[str, Array] | None,
+    weights: Tensors | None,
     backend: Backend,
     outputs: Outputs | None = None,
 ) -> Transform:
@@ -138,31 +127,25 @@ def transform_of(
     return clipper.transform(chosen, groups, backend, traced=True, outputs=outputs)
 
 
-def first_numbers(clipper: Clipper | AGC, groups: Groups, *, fresh: bool = False) -> State:
-    """Return the numbers of a first state: the clipper's statistics if it has those of all groups.
+def _stateful(clipper: Clipper | AGC, groups: Groups) -> Transform:
+    """Return the transform of a clipper, without the limits of `agc`, which has no state."""
+    return clipper.build() if isinstance(clipper, AGC) else clipper.transform(groups)
 
-    A `fresh` state has no statistics. If the clipper's state was loaded and is of other groups,
-    this raises a ValueError.
+
+def first_state(clipper: Clipper | AGC, groups: Groups, arrays: Tensors, backend: Backend) -> State:
+    """Return the statistics of a first state, on the device of the arrays.
+
+    They are the clipper's, if it has those of all groups. Of the arrays, only dtype, shape and
+    device count. If the clipper's state was loaded and is of other groups, this raises a
+    ValueError.
     """
-    if isinstance(clipper, AGC):
-        return SliceClipping((), None).init(groups)
-    learnt = {} if fresh else clipper.known(groups)
-    first = clipper.transform(groups).init(groups)
-    return states.load(first, learnt if {*groups.labels} <= {*learnt} else {}, groups.labels)
-
-
-def first_state(
-    clipper: Clipper | AGC, groups: Groups, tensors: Mapping[str, Array], backend: Backend
-) -> State:
-    """Return the statistics of a first state, on the device of the tensors, with their arrays.
-
-    Of the tensors, only dtype, shape and device count.
-    """
-    first = first_numbers(clipper, groups)
+    transform, learnt = _stateful(clipper, groups), clipper.known(groups)
+    known = learnt if {*groups.labels} <= {*learnt} else {}
+    first = states.load(transform.init(groups), known, groups.labels)
     if isinstance(clipper, AGC) or not groups.names:
         return first
-    arrays = clipper.get_state()["arrays"]
-    return device_state(clipper.transform(groups), tensors, groups, backend, first, arrays)
+    cached = clipper.get_state()["arrays"]
+    return device_state(transform, arrays, groups, backend, first, cached)
 
 
 def parts(statistics: object) -> DeviceState:
@@ -172,25 +155,20 @@ def parts(statistics: object) -> DeviceState:
 
 def after(state: ClipState, step: Outcome) -> ClipState:
     """Return the state after a step; a loop carries the same shapes and dtypes along."""
-    return ClipState(
-        *(step.state, step.norms, step.limits, step.clipped),
-        steps=state.steps + 1,
-        clipped=state.clipped + step.clipped.any(),
-        nonfinite=state.nonfinite + ~step.finite,
-    )
+    counts = state.steps + 1, state.clipped + step.clipped.any(), state.nonfinite + ~step.finite
+    return ClipState(step.state, step.norms, step.limits, step.clipped, *counts)
 
 
 def load(
-    clipper: Clipper | AGC, statistics: object, labels: Sequence[str], tensors: Mapping[str, Array]
+    clipper: Clipper | AGC, statistics: object, labels: Sequence[str], tensors: Tensors
 ) -> None:
     """Put the statistics of compiled code, of these tensors, into a clipper."""
     if isinstance(clipper, AGC):
         return
-    (numbers, arrays), state = parts(statistics), clipper.get_state()
-    if isinstance(statistics, DeviceState):
-        state["arrays"] = states.fetched(arrays)
-    clipper.set_state({**state, "groups": states.dump(numbers, labels)})
-    clipper.owner = clippers.owner_of(clipper, shapes_of(tensors), "")
+    numbers, arrays = parts(statistics)
+    learnt = {"groups": states.dump(numbers, labels), "arrays": states.fetched(arrays)}
+    clipper.set_state(clipper.get_state() | learnt)
+    clipper.owner = clippers.owner_of(clipper, tensors, "")
 
 
 def last_of(state: ClipState, labels: tuple[str, ...]) -> StepRecord | None:
@@ -227,15 +205,15 @@ class Operations(NamedTuple):
 
     ::
 
-        make(values, name)      a variable
+        make(values, name=...)  a variable
         read(variable)          its value, as an array
-        take(array, places)     the array at these places of its last axis
+        take(array, places, axis=...)     the array at these places of an axis
         cast(array, dtype)      the array in another dtype
     """
 
-    make: Callable[[HostView, str], Variable]
+    make: Callable[..., Variable]
     read: Callable[[Variable], Array]
-    take: Callable[[Array, Sequence[int]], Array]
+    take: Callable[..., Array]
     cast: Callable[[Array, object], Array]
 
 
@@ -259,34 +237,36 @@ class HeldClipper:
         self.labels: tuple[str, ...] = ()
         self.round = 0
         self._members = clippers.Members()
-        self._groups: Any = None
+        self._weights: Mapping[str, HostView] = {}
         self._outputs: Outputs | None = None
 
-    def build(self, weights: Mapping[str, Array], optimizer: str = "") -> None:
+    def build(self, weights: Tensors, optimizer: str = "") -> None:
         """Make the variables, once, for the gradients of these weights."""
         if self.variables:
             return
-        clippers.begin(self.clipper, clippers.model_shapes(weights), optimizer, [*weights.values()])
+        clippers.begin(self.clipper, clippers.of_model(weights), optimizer)
         self._outputs = outputs_of(self.clipper, weights)
-        self._groups = groups_of(self.clipper, weights)
-        self.labels, make = self._groups.labels, self._ops.make
         # Only their shapes: Keras may fill its variables later, as ``fit`` builds a model.
-        shaped = {n: np.zeros(tuple(w.shape), _wide(w)) for n, w in weights.items()}
-        first, arrays = parts(first_state(self.clipper, self._groups, shaped, NUMPY))
-        self.counts = make(np.zeros(3, np.int64), "counts")
-        self.last = make(_no_step(len(self.labels)), "norm_limit_clipped")
-        fields = first._asdict().items()
-        self.statistics = type(first)(*(make(np.atleast_1d(x), field) for field, x in fields))
-        self.arrays = {
-            name: {field: make(x, f"{name}/{field}") for field, x in of_tensor.items()}
-            for name, of_tensor in states.fetched(arrays).items()
-        }
-        of_tensors = [x for of_tensor in self.arrays.values() for x in of_tensor.values()]
-        self.variables = [self.counts, self.last, *self.statistics, *of_tensors]
+        self._weights = {n: empty(tuple(w.shape), _wide(w)) for n, w in weights.items()}
+        (first, arrays), values = self._first()
+        self.variables = [self._ops.make(value, name=name) for name, value in values]
+        variables = iter(self.variables)
+        self.counts, self.last = next(variables), next(variables)
+        self.statistics = type(first)(*(next(variables) for _ in first))
+        self.arrays = states.each(arrays, lambda _: next(variables))
 
-    def clip(
-        self, gradients: Mapping[str, Array], weights: Mapping[str, Array]
-    ) -> Mapping[str, Array]:
+    def _first(self) -> tuple[DeviceState, list[tuple[str, HostView]]]:
+        """Return the first statistics, and name and first value of each variable."""
+        groups = groups_of(self.clipper, self._weights)
+        first, arrays = parts(first_state(self.clipper, groups, self._weights, NUMPY))
+        self.labels, last = groups.labels, _no_step(len(groups))
+        values = [("counts", np.zeros(3, np.int64)), ("norm_limit_clipped", last)]
+        values += [(field, np.atleast_1d(column)) for field, column in first._asdict().items()]
+        for name, fields in states.fetched(arrays).items():
+            values += [(f"{name}/{field}", array) for field, array in fields.items()]
+        return DeviceState(first, arrays), values
+
+    def clip(self, gradients: Tensors, weights: Tensors) -> Tensors:
         """Return the clipped gradients, by name, and update the statistics."""
         xp, ops, labels = self._backend, self._ops, self.labels
         groups = groups_of(self.clipper, weights)
@@ -300,9 +280,8 @@ class HeldClipper:
             )
         places = [labels.index(label) for label in groups.labels]
         complete, before = groups.labels == labels, [*map(ops.read, self.statistics)]
-        state = type(self.statistics)(
-            *(before if complete else (ops.take(column, places) for column in before))
-        )
+        known = before if complete else [ops.take(column, places, axis=-1) for column in before]
+        state = type(self.statistics)(*known)
         if isinstance(self.clipper, AGC):
             weights = {name: ops.read(weight) for name, weight in weights.items()}
         if self.arrays:
@@ -325,7 +304,7 @@ class HeldClipper:
             present = xp.asarray([float(label in groups.labels) for label in labels]) > 0
             back = [places.index(i) if i in places else 0 for i in range(len(labels))]
             pairs = zip(columns, old, strict=True)
-            columns = [xp.where(present, ops.take(new, back), o) for new, o in pairs]
+            columns = [xp.where(present, ops.take(new, back, axis=-1), o) for new, o in pairs]
         for column, value in zip((self.last, *self.statistics), columns, strict=True):
             column.assign(value)
         bad = xp.where(step.finite, 0.0, 1.0)
@@ -333,18 +312,12 @@ class HeldClipper:
         self.counts.assign_add(ops.cast(happened, self.counts.dtype))
         return clipped
 
-    def restart(self, arrays: states.Statistics, *, fresh: bool = False) -> None:
-        """Start with the clipper's statistics and these arrays, or without any if `fresh`."""
-        first = first_numbers(self.clipper, self._groups, fresh=fresh)
-        for name, fields in self.arrays.items():
-            for field, variable in fields.items():
-                nothing = np.zeros_like(variable.numpy())
-                variable.assign(arrays.get(name, {}).get(field, nothing))
-        for variable, column in zip(self.statistics, first, strict=True):
-            variable.assign(np.atleast_1d(column))
+    def restart(self) -> None:
+        """Start again with the clipper's statistics."""
         self.round = 0
-        self.counts.assign(0 * self.counts.numpy())
-        self.last.assign(_no_step(len(self.labels)))
+        values = self._first()[1] if self.variables else ()
+        for variable, (_, value) in zip(self.variables, values, strict=True):
+            variable.assign(value)
 
     def state(self) -> ClipState:
         """Return the numbers of the variables."""
@@ -373,18 +346,15 @@ class Verbs:
         if self.held.variables:
             self.held.counts.assign(0 * self.held.counts.numpy())
 
-    def get_state(self) -> Fields:
+    def get_state(self) -> states.Fields:
         """Return what the clipper's ``get_state`` returns; nothing for `agc`."""
-        held, clipper = self.held, self.held.clipper
-        if isinstance(clipper, AGC):
-            return {}
-        state = clipper.get_state()
-        if held.variables:
+        held, state = self.held, clippers.state_of(self.held.clipper, np.array)
+        if state and held.variables:
             state["groups"] = states.dump(held.state().statistics, held.labels)
             state["arrays"] = states.each(held.arrays, lambda v: np.array(v.numpy()))
         return state
 
-    def set_state(self, state: Fields) -> None:
+    def set_state(self, state: states.Fields) -> None:
         """Restore a state that ``get_state`` of this, or of such a clipper, returned.
 
         Raises
@@ -396,21 +366,13 @@ class Verbs:
         if isinstance(clipper, AGC):
             return
         owner = clipper.owner if held.variables else None
-        if owner is not None and not clippers.fitting(clipper, state, owner):
-            self.reset()
-            return
-        clipper.set_state(state)
-        if held.variables:
-            clipper.owner = owner
-            held.restart(state["arrays"])
+        clippers.restore(clipper, state, owner)
+        held.restart()
 
     def reset(self) -> None:
-        """Forget all steps, and the loaded state."""
-        if self.held.variables:
-            self.held.restart({}, fresh=True)
-        else:
-            # Before the first step, a state that was loaded is in the clipper.
-            self.held.clipper.reset()
+        """Forget all steps, and the clipper's statistics, from which they started."""
+        self.held.clipper.reset()
+        self.held.restart()
 
 
 def names_of(variables: Iterable[Variable]) -> list[str]:
@@ -427,14 +389,18 @@ def _no_step(groups: int) -> HostView:
     return np.outer([0.0, np.inf, 0.0], np.ones(groups))
 
 
+def empty(shape: tuple[int, ...], dtype: Any) -> HostView:
+    """Return zeros of this shape and dtype, which take no memory."""
+    return np.broadcast_to(np.zeros((), dtype), shape)
+
+
 def _wide(variable: Variable) -> str:
     """Return the dtype of NumPy that is at least as wide as that of a variable."""
-    name = getattr(variable.dtype, "name", variable.dtype)
-    return "float64" if name == "float64" else "float32"
+    return "float64" if "float64" in str(variable.dtype) else "float32"
 
 
 # -- the outputs of layers of Keras --------------------------------------------------------------
-def outputs_of(clipper: Clipper | AGC, variables: Mapping[str, Variable]) -> Outputs | None:
+def outputs_of(clipper: Clipper | AGC, variables: Tensors) -> Outputs | None:
     """Return the axes that hold the outputs of layers, by name; None if the clipper needs none.
 
     ============================================  ==============================================

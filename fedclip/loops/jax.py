@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, ParamSpec, TypeAlias, TypeGuard, TypeVar
+from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 from fedclip.errors import needing, public_names
 
@@ -25,11 +25,10 @@ from fedclip.core.scopes import Groups, resolve
 from fedclip.dpsgd.persample.jax_records import RecordGradients
 from fedclip.dpsgd.step import PrivateMean
 from fedclip.loops import compiled
-from fedclip.loops.clippers import Spec, check_owner, clipper_of, skip_of_all, unique
-from fedclip.loops.compiled import ClipState, groups_of
+from fedclip.loops.clippers import Spec, Tensors, check_owner, clipper_of, skip_of_all, unique
+from fedclip.loops.compiled import ClipState, empty, groups_of
 from fedclip.transforms import DeviceState, NormClipping, SliceClipping, Transform, clip_on_device
 
-P = ParamSpec("P")
 T = TypeVar("T")
 Tree: TypeAlias = Any
 """A pytree, of any containers."""
@@ -127,7 +126,7 @@ def as_optax(
         leaves = _parameters(clipper, params)
         groups = groups_of(clipper, leaves) if leaves else resolve("global", None, [])
         if leaves:
-            check_owner(clipper, {name: np.shape(leaf) for name, leaf in leaves.items()})
+            check_owner(clipper, leaves)
         shown = {name: _shown(leaves[name]) for name in groups.names}
         first = compiled.first_state(clipper, groups, shown, backend)
         if not groups.names and compiled.kind_of(clipper, groups)[2]:
@@ -135,11 +134,10 @@ def as_optax(
             one_leaf: Array = np.zeros(())
             first = DeviceState(first, one_leaf)
         # Two fields of one buffer could not be donated.
-        copied = functools.partial(jnp.array, copy=True)
-        norm, limit = (copied(np.full(len(groups), x), float) for x in (0.0, np.inf))
-        counts = (copied(0, jnp.int32) for _ in range(3))
-        over = copied(np.zeros(len(groups), bool))
-        return ClipState(jax.tree.map(copied, first), norm, limit, over, *counts)
+        norm, counts = np.zeros(len(groups)), np.zeros(3, np.int32)
+        state = ClipState(first, norm, norm + np.inf, norm > 0, *counts)
+        copied: ClipState = jax.tree.map(functools.partial(jnp.array, copy=True), state)
+        return copied
 
     @_promoting
     def update(
@@ -150,9 +148,7 @@ def as_optax(
         if state is None:
             state = init(updates)
             if groups.names and jax.tree.leaves(state.statistics):
-                raise ValueError(
-                    f"{clipper.name} learns from past steps: give update the state of init"
-                )
+                raise ValueError(f"{clipper.name} learns from past steps: give update init's state")
         if not groups.names:
             return updates, state
         compiled.check_state(state, len(groups), compiled.kind_of(clipper, groups), clipper.name)
@@ -166,14 +162,9 @@ def as_optax(
             raise NotImplementedError(
                 f"axis_name needs a clipper by L2 norms of whole tensors, not {clipper.name}"
             )
-        clipped, step = clip_on_device(
-            transform,
-            _as_floats(leaves, groups, by_l2_norms),
-            groups,
-            backend,
-            state.statistics,
-            clipper.on_nonfinite,
-        )
+        floats = _as_floats(leaves, groups, by_l2_norms)
+        statistics, policy = state.statistics, clipper.on_nonfinite
+        clipped, step = clip_on_device(transform, floats, groups, backend, statistics, policy)
         news = iter([_like(leaf, clipped[name]) for name, leaf in leaves.items()])
         outputs = jax.tree.map(lambda u: u if _is_float0(u) else next(news), updates)
         return outputs, compiled.after(state, step)
@@ -209,15 +200,11 @@ def _around(
     return ClipTransformation(init, update)
 
 
-def _promoting(function: Callable[P, T]) -> Callable[P, T]:
+def _promoting(function: T) -> T:
     """Return the function, with promotion of ranks and dtypes, which a session may forbid."""
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-            return function(*args, **kwargs)
-
-    return call
+    ranks, dtypes = jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard")
+    promoting: T = ranks(dtypes(function))
+    return promoting
 
 
 def _limited(transform: Transform, clipper: Clipper | AGC, max_norm: Array) -> Transform:
@@ -237,7 +224,7 @@ def _is_float0(leaf: object) -> bool:
     return getattr(leaf, "dtype", None) == jax.dtypes.float0
 
 
-def _as_floats(leaves: Mapping[str, Array], groups: Groups, by_l2_norms: bool) -> dict[str, Array]:
+def _as_floats(leaves: Tensors, groups: Groups, by_l2_norms: bool) -> dict[str, Array]:
     """Return leaves of floats; for complex numbers, their real and imaginary parts."""
     floats = dict(leaves)
     for name in groups.names:
@@ -359,10 +346,8 @@ def _outputs(clipper: Clipper | AGC, params: object) -> Outputs | None:
     if not isinstance(clipper, AGC) or not clipper.asks_layers:
         return None
     paths = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_variable)[0]
-    return {
-        name: _axes(params, path, np.ndim(leaf))
-        for name, (path, leaf) in zip(_names(params), paths, strict=True)
-    }
+    named = zip(_names(params), paths, strict=True)
+    return {name: _axes(params, path, np.ndim(leaf)) for name, (path, leaf) in named}
 
 
 def _axes(tree: Any, path: Sequence[Any], ndim: int) -> Axes:
@@ -399,11 +384,9 @@ def _by_name(tree: object) -> dict[str, Array]:
 
 
 def _array(name: str, leaf: object) -> Array:
-    # The results of jax.eval_shape have only shape and dtype; see `_shown`.
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf
     try:
-        return jnp.asarray(leaf)
+        # The results of jax.eval_shape have only shape and dtype; see `_shown`.
+        return leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jnp.asarray(leaf)
     except TypeError as error:
         raise TypeError(
             f"{name!r} is not an array, but {leaf!r:.80}: pass only the arrays, as by eqx.filter"
@@ -412,9 +395,7 @@ def _array(name: str, leaf: object) -> Array:
 
 def _shown(leaf: object) -> Array:
     """Return a leaf; if it has only shape and dtype, zeros that take no memory."""
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape)
-    return leaf
+    return empty(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
 
 
 def private_gradients(

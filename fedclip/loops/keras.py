@@ -7,7 +7,8 @@ import copy
 import functools
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from typing import Any, TypeAlias
 
@@ -19,7 +20,7 @@ with needing(__name__, "Keras 3 and a backend: pip install keras, and tensorflow
 
 import numpy as np
 
-from fedclip.arrays import Array, backend_named
+from fedclip.arrays import Array, Arrays, backend_named
 from fedclip.clippers.agc import AGC
 from fedclip.clippers.base import Clipper
 from fedclip.loops.clippers import Spec, Theirs, clipper_of, skip_of_all, skips
@@ -33,7 +34,6 @@ Optimizer: TypeAlias = Any
 """Of Keras, which has no types."""
 
 _CLIPS = ("clipnorm", "global_clipnorm", "clipvalue")
-_OVERWRITES = "overwrite_with_gradient"
 
 
 def _chain(optimizer: Optimizer) -> list[Optimizer]:
@@ -60,9 +60,7 @@ def _checked(optimizer: Optimizer) -> Optimizer:
     clipped = next((o for o in outer if isinstance(o, ClippedOptimizer)), None)
     owner = getattr(stepping._clip_gradients, "__self__", None)
     if owner is not getattr(clipped, "_hook", stepping):
-        raise ValueError(
-            f"{stepping.name!r} is already in another ClippedOptimizer: make a new optimizer"
-        )
+        raise ValueError(f"{stepping.name!r} is already in another ClippedOptimizer: make another")
     return stepping
 
 
@@ -72,9 +70,8 @@ def _check_options(stepping: Optimizer) -> None:
             raise ValueError(f"{option} of the inner optimizer would clip twice: remove it")
 
 
-def _value(variable: Variable) -> Array:
-    """Return the value of a variable of Keras or TensorFlow as a tensor."""
-    return keras.ops.stop_gradient(variable)
+# The value of a variable of Keras or TensorFlow, as a tensor.
+_value = keras.ops.stop_gradient
 
 
 class _Hook:
@@ -87,8 +84,7 @@ class _Hook:
     def __init__(self, stepping: Optimizer, clipper: Clipper | AGC) -> None:
         self.stepping, backend = stepping, backend_named(keras.backend.backend())
         self._float = backend.dtype(backend.asarray([0.0]))
-        take = functools.partial(keras.ops.take, axis=-1)
-        operations = Operations(self._make, _value, take, keras.ops.cast)
+        operations = Operations(self._make, _value, keras.ops.take, keras.ops.cast)
         self.held = HeldClipper(clipper, backend, operations)
         self._spikes = skip_of_all(clipper, "a Keras optimizer")
         self._names: dict[Variable, str] = {}
@@ -111,7 +107,9 @@ class _Hook:
         """Make the variables of the clipper."""
         named = dict(zip(names_of(variables), variables, strict=True))
         self._names = {self.stepping._var_key(v): name for name, v in named.items()}
-        clipped = {n: v for n, v in named.items() if not getattr(v, _OVERWRITES, False)}
+        clipped = {
+            n: v for n, v in named.items() if not getattr(v, "overwrite_with_gradient", False)
+        }
         self.held.build(clipped, type(self.stepping).__name__)
 
     def apply(self, gradients: Sequence[Array], variables: Sequence[Variable]) -> None:
@@ -122,18 +120,15 @@ class _Hook:
                 "these variables: call its apply first"
             )
         self._now.variables, self._now.clipped = variables, False
-        restore = self._restoring(variables) if skips(self.held.clipper) else None
-        self._apply(gradients, variables)
-        if restore is not None:
-            restore()
+        with self._undoing(variables) if skips(self.held.clipper) else nullcontext():
+            self._apply(gradients, variables)
         # Eager code clips in the last of the accumulated steps only.
         if not (self._now.clipped or self.stepping.gradient_accumulation_steps):
-            raise RuntimeError(
-                f"{type(self.stepping).__name__} stepped without a call of _clip_gradients"
-            )
+            raise RuntimeError(f"{self.stepping.name!r} stepped without a call of _clip_gradients")
 
-    def _restoring(self, weights: Sequence[Variable]) -> Callable[[], None]:
-        """Return a function that undoes the step that follows, if the clipper skips it.
+    @contextmanager
+    def _undoing(self, weights: Sequence[Variable]) -> Iterator[None]:
+        """Undo the step inside, if the clipper skips it.
 
         Keras has no hook that could leave out a step after the clip.
         """
@@ -142,20 +137,16 @@ class _Hook:
         excluded = {*map(id, (stepping._iterations, *held.variables, *gathered))}
         chosen = [v for v in (*weights, *stepping.variables) if id(v) not in excluded]
         old, before = [keras.ops.copy(v) for v in chosen], keras.ops.copy(held.counts)
-        accumulated = stepping.gradient_accumulation_steps or 1
-
-        def restore() -> None:
-            steps, _, nonfinite = keras.ops.unstack(_value(held.counts) - before)
-            skip = (nonfinite > 0) & (held.clipper.on_nonfinite == "skip")
-            if self._spikes:
-                skip = skip | ((steps > 0) & keras.ops.all(_value(held.last)[2] > 0))
-            pairs = zip(old, chosen, strict=True)
-            _assign(chosen, [keras.ops.where(skip, o, _value(v)) for o, v in pairs])
-            # Keras counts the step after this.
-            iterations = stepping._iterations
-            iterations.assign_sub(keras.ops.cast(skip, iterations.dtype) * accumulated)
-
-        return restore
+        yield
+        steps, _, nonfinite = keras.ops.unstack(_value(held.counts) - before)
+        skip = (nonfinite > 0) & (held.clipper.on_nonfinite == "skip")
+        if self._spikes:
+            skip = skip | ((steps > 0) & keras.ops.all(_value(held.last)[2] > 0))
+        pairs = zip(old, chosen, strict=True)
+        _assign(chosen, [keras.ops.where(skip, o, _value(v)) for o, v in pairs])
+        # Keras counts the step after this.
+        iterations, accumulated = stepping._iterations, stepping.gradient_accumulation_steps or 1
+        iterations.assign_sub(keras.ops.cast(skip, iterations.dtype) * accumulated)
 
     def clip(self, gradients: Sequence[Array]) -> Array:
         """Return the clipped gradients."""
@@ -169,8 +160,8 @@ class _Hook:
         clipped = [after[name] for name in names]
         if context is not None:
             # Keras adds the replicas' gradients up after the clip.
-            share = 1.0 / context.num_replicas_in_sync
-            clipped = [_tf().math.scalar_mul(share, gradient) for gradient in clipped]
+            tf, share = import_module("tensorflow"), 1.0 / context.num_replicas_in_sync
+            clipped = [tf.math.scalar_mul(share, gradient) for gradient in clipped]
         return self._clip(clipped)
 
 
@@ -181,14 +172,11 @@ def _tensors(gradients: Sequence[Array]) -> list[Array]:
     return [turned(g) if other else g for g, other in zip(gradients, others, strict=True)]
 
 
-def _tf() -> Any:
-    return import_module("tensorflow")
-
-
 def _replicas() -> Any:
     """Return TensorFlow's replica context, if several replicas step together."""
-    on_tensorflow = keras.backend.backend() == "tensorflow"
-    context = _tf().distribute.get_replica_context() if on_tensorflow else None
+    if keras.backend.backend() != "tensorflow":
+        return None
+    context = import_module("tensorflow").distribute.get_replica_context()
     return context if context and context.num_replicas_in_sync > 1 else None
 
 
@@ -214,23 +202,13 @@ def _inner(option: str) -> property:
         return getattr(self.inner_optimizer, option)
 
     def put(self: Optimizer, value: object) -> None:
+        if option in _CLIPS and value is not None:
+            raise ValueError(f"{option} of a ClippedOptimizer would clip nothing: use its clipper")
         # Keras' constructor sets defaults, before there is an inner optimizer.
         if "inner_optimizer" in vars(self):
             setattr(self.inner_optimizer, option, value)
 
     return property(get, put, doc=f"``{option}`` of the inner optimizer.")
-
-
-def _none(option: str) -> property:
-    """Return a property that is None: the clipper clips."""
-
-    def put(self: Optimizer, value: object) -> None:
-        if value is not None:
-            raise ValueError(
-                f"{option} of a ClippedOptimizer would clip nothing: set the limit in its clipper"
-            )
-
-    return property(lambda self: None, put, doc="None: the clipper clips.")
 
 
 @keras.saving.register_keras_serializable(package="fedclip")
@@ -305,9 +283,7 @@ class ClippedOptimizer(Verbs, keras.optimizers.Optimizer):
         """The variables of the inner optimizer, including those of the clipper."""
         return [*self._variables, *self.inner_optimizer.variables]
 
-    def apply(
-        self, grads: Sequence[Array], trainable_variables: Sequence[Variable] | None = None
-    ) -> None:
+    def apply(self, grads: Arrays, trainable_variables: Arrays | None = None) -> None:
         """Make the inner optimizer's step with clipped gradients."""
         if trainable_variables is not None:
             trainable_variables = list(trainable_variables)
@@ -319,10 +295,7 @@ class ClippedOptimizer(Verbs, keras.optimizers.Optimizer):
         raise RuntimeError(f"{self.clipper.name} clips in steps only: call apply")
 
     def stateless_apply(
-        self,
-        optimizer_variables: Sequence[Variable],
-        grads: Sequence[Array],
-        trainable_variables: Sequence[Variable],
+        self, optimizer_variables: Arrays, grads: Arrays, trainable_variables: Arrays
     ) -> tuple[list[Array], list[Array]]:
         """Return new weights and new variables, as Keras on JAX needs them."""
         count = len(self._variables)
@@ -330,14 +303,6 @@ class ClippedOptimizer(Verbs, keras.optimizers.Optimizer):
             optimizer_variables[count:], grads, trainable_variables
         )
         return weights, [*map(_value, optimizer_variables[:count]), *inner]
-
-    def scale_loss(self, loss: Array) -> Array:
-        """Return the loss as the inner optimizer scales it."""
-        return self.inner_optimizer.scale_loss(loss)
-
-    def finalize_variable_values(self, var_list: object) -> None:
-        """Write the inner optimizer's moving averages to the weights."""
-        self.inner_optimizer.finalize_variable_values(var_list)
 
     def exclude_from_weight_decay(self, var_list: object = None, var_names: object = None) -> None:
         """Exclude variables from the inner optimizer's weight decay."""
@@ -351,23 +316,20 @@ class ClippedOptimizer(Verbs, keras.optimizers.Optimizer):
 
     def get_config(self) -> dict[str, object]:
         """Return inner optimizer and clipper, as Keras saves them."""
-        return {
-            "name": self.name,
-            "inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer),
-            "clipper": [self.clipper.name, self.clipper.get_config()],
-        }
+        inner = keras.saving.serialize_keras_object(self.inner_optimizer)
+        clipper = [self.clipper.name, self.clipper.get_config()]
+        return {"name": self.name, "inner_optimizer": inner, "clipper": clipper}
 
     @classmethod
     def from_config(cls, config: Theirs, custom_objects: object = None) -> ClippedOptimizer:
         """Return the optimizer of a configuration."""
-        inner = keras.saving.deserialize_keras_object(
-            config["inner_optimizer"], custom_objects=custom_objects
-        )
+        inner = keras.saving.deserialize_keras_object(config["inner_optimizer"], custom_objects)
         return cls(inner, config["clipper"], name=config["name"])
 
 
 # Callbacks and other optimizers read these, and a LossScaleOptimizer outside sets one.
 for _option in (
+    *_CLIPS,
     "learning_rate",
     "iterations",
     "weight_decay",
@@ -375,6 +337,8 @@ for _option in (
     "ema_momentum",
     "ema_overwrite_frequency",
     "loss_scale_factor",
+    "scale_loss",
+    "finalize_variable_values",
     "gradient_accumulation_steps",
     "_iterations",
     "_trainable_variables",
@@ -382,8 +346,6 @@ for _option in (
     "_model_variables_moving_average",
 ):
     setattr(ClippedOptimizer, _option, _inner(_option))
-for _option in _CLIPS:
-    setattr(ClippedOptimizer, _option, _none(_option))
 
 
 class ClipHistory(keras.callbacks.Callback):

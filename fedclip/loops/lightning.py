@@ -68,10 +68,8 @@ class ClipCallback(Callback):
         """Refuse to clip twice, and what cannot be clipped."""
         if stage != "fit":
             return
-        if trainer.gradient_clip_val:
-            raise ValueError(
-                f"remove gradient_clip_val={trainer.gradient_clip_val!r}: ClipCallback clips too"
-            )
+        if value := trainer.gradient_clip_val:
+            raise ValueError(f"remove gradient_clip_val={value!r}: ClipCallback clips too")
         if "DeepSpeed" in type(trainer.strategy).__name__:
             raise NotImplementedError("DeepSpeed shows no whole gradients: use gradient_clip_val")
         # Finders of a learning rate or batch size step in on_fit_start.
@@ -89,9 +87,7 @@ class ClipCallback(Callback):
             )
         scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
         if scaled and any(getattr(o, "_step_supports_amp_scaling", False) for o in optimizers):
-            raise ValueError(
-                "a fused optimizer unscales after the clip: make it without fused=True"
-            )
+            raise ValueError("a fused optimizer unscales after a clip: make it without fused=True")
         for handle in self._handles:
             handle.remove()
         pairs = zip(optimizers, self.clippers, strict=True)

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
-from fedclip.arrays import HostView
 from fedclip.errors import needing, public_names
 
 with needing(__name__, "TensorFlow: pip install tensorflow"):
@@ -26,9 +25,11 @@ __all__ = ["ClippedOptimizer", "CompiledClipper", "clip"]
 __dir__ = public_names(__name__)
 
 
-def clip(
-    grads_and_vars: Iterable[tuple[Array, Variable]], clipper: Clipper | AGC
-) -> list[tuple[Array, Variable]]:
+Pair: TypeAlias = tuple[Array, Variable]
+"""A gradient, which may be None, and its variable."""
+
+
+def clip(grads_and_vars: Iterable[Pair], clipper: Clipper | AGC) -> list[Pair]:
     """Clip the gradients of (gradient, variable) pairs, and return the pairs.
 
     In eager code, the clipper itself learns. In a ``tf.function`` the statistics are variables,
@@ -73,9 +74,7 @@ def clip(
     return [(after.get(n), v) for n, v in variables.items()]
 
 
-def _by_name(
-    pairs: Sequence[tuple[Array, Variable]],
-) -> tuple[dict[str, Array], dict[str, Variable]]:
+def _by_name(pairs: Sequence[Pair]) -> tuple[dict[str, Array], dict[str, Variable]]:
     """Return what gradients there are, and all variables, by Keras' path or TensorFlow's name."""
     names = compiled.names_of(v for _, v in pairs)
     gradients = {n: g for n, (g, _) in zip(names, pairs, strict=True) if g is not None}
@@ -96,8 +95,9 @@ class CompiledClipper(compiled.Verbs, tf.Module):
     def __init__(self, clipper: Spec) -> None:
         made = clippers.clipper_of(clipper)
         super().__init__(name=made.name.replace("-", "_"))
-        self.clipper, take = made, functools.partial(tf.gather, axis=-1)
-        operations = compiled.Operations(self._make, tf.convert_to_tensor, take, tf.cast)
+        self.clipper = made
+        make = functools.partial(tf.Variable, trainable=False)
+        operations = compiled.Operations(make, tf.convert_to_tensor, tf.gather, tf.cast)
         self.held = HeldClipper(made, backend_named("tensorflow"), operations)
         # The module tracks the variables here.
         self._variables: list[Variable] = []
@@ -111,9 +111,7 @@ class CompiledClipper(compiled.Verbs, tf.Module):
 
     # No branch depends on a tensor, so AutoGraph has nothing to rewrite.
     @tf.autograph.experimental.do_not_convert
-    def __call__(
-        self, grads_and_vars: Iterable[tuple[Array, Variable]]
-    ) -> list[tuple[Array, Variable]]:
+    def __call__(self, grads_and_vars: Iterable[Pair]) -> list[Pair]:
         """Clip (gradient, variable) pairs, and update the statistics."""
         pairs = list(grads_and_vars)
         present, variables = _by_name(pairs)
@@ -131,7 +129,3 @@ class CompiledClipper(compiled.Verbs, tf.Module):
             self._variables = self.held.variables
         outputs = self.held.clip(present, weights)
         return [(outputs.get(n), v) for n, v in variables.items()]
-
-    @staticmethod
-    def _make(values: HostView, name: str) -> Variable:
-        return tf.Variable(values, dtype=values.dtype, trainable=False, name=name)

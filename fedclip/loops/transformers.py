@@ -18,11 +18,10 @@ with needing(__name__, "Transformers: pip install 'transformers[torch]'"):
     from transformers import TrainerCallback
     from transformers.trainer_callback import ExportableState
 
-from fedclip.clippers.agc import AGC
 from fedclip.loops import clippers
 from fedclip.loops.clippers import Spec, Theirs, configuration
 from fedclip.loops.torch import set_state
-from fedclip.loops.torch.clip import check_sharding, clip_named, named, outputs_of
+from fedclip.loops.torch.clip import clip_named, named, outputs_of
 
 __all__ = ["ClipCallback", "attach"]
 
@@ -68,15 +67,11 @@ class ClipCallback(TrainerCallback, ExportableState):
         self._within = False
         self._training: object = None
 
-    def on_train_begin(
-        self, args: Theirs, state: Theirs, control: Theirs, **kwargs: Theirs
-    ) -> None:
+    def on_train_begin(self, args: Theirs, state: Theirs, *_: Theirs, **kwargs: Theirs) -> None:
         """Refuse to clip twice, and restore the state of a checkpoint."""
         optimizer, clipper = kwargs["optimizer"], self.clipper
-        if args.max_grad_norm:
-            raise ValueError(
-                f"max_grad_norm={args.max_grad_norm!r} would clip too: give max_grad_norm=0"
-            )
+        if norm := args.max_grad_norm:
+            raise ValueError(f"max_grad_norm={norm!r} would clip too: give max_grad_norm=0")
         if "DeepSpeed" in type(optimizer).__name__:
             raise NotImplementedError("DeepSpeed shows no whole gradients: use gradient_clipping")
         others = [c for c in _TRAINING if c._training is state and c.clipper is not clipper]
@@ -94,18 +89,17 @@ class ClipCallback(TrainerCallback, ExportableState):
         # Without an entry, as in older checkpoints, the Trainer fails when it saves the next one.
         saved = state.stateful_callbacks.setdefault(type(self).__name__, [])
         parameters = named(kwargs["model"], clipper)
-        shapes = clippers.shapes_of(parameters)
         kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
         self._within = bool(state.global_step and state.epoch % 1)
-        if state.global_step and not isinstance(clipper, AGC):
+        if state.global_step:
             # The Trainer adds the states of several callbacks to the end of one list.
             entries = saved if isinstance(saved, list) else [saved]
             fitting = [e["attributes"]["clipper_state"] for e in entries if self._wrote(e)]
-            owner = clippers.owner_of(clipper, shapes, kind)
+            owner = clippers.owner_of(clipper, parameters, kind)
             set_state(clipper, _read(fitting[-1]) if fitting else None, owner)
-        elif failed and not isinstance(clipper, AGC):
+        elif failed:
             clipper.reset()
-        clippers.begin(clipper, shapes, kind, [*parameters.values()])
+        clippers.begin(clipper, parameters, kind)
 
     def _wrote(self, entry: Theirs) -> bool:
         """Whether a checkpoint entry is of a clipper of this name and configuration."""
@@ -133,7 +127,6 @@ class ClipCallback(TrainerCallback, ExportableState):
             with suppress(RuntimeError):
                 scaler.unscale_(optimizer.optimizer)
         parameters = named(model, self.clipper)
-        check_sharding(parameters.values())
         outputs = outputs_of(model, parameters, self.clipper)
         if clip_named(parameters, self.clipper, outputs) is None:
             raise RuntimeError(
@@ -155,18 +148,13 @@ class ClipCallback(TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, object]:
         """Return what Transformers writes into its checkpoints."""
-        return {
-            "args": {"clipper": [self.clipper.name, self.clipper.get_config()]},
-            "attributes": {"clipper_state": self.clipper_state},
-        }
+        args = {"clipper": [self.clipper.name, self.clipper.get_config()]}
+        return {"args": args, "attributes": {"clipper_state": self.clipper_state}}
 
     @property
     def clipper_state(self) -> Fields:
         """The clipper's state for JSON; Transformers may set it when it restores a checkpoint."""
-        if isinstance(self.clipper, AGC):
-            return {}
-        state = self.clipper.get_state()
-        return {**state, "arrays": each(state["arrays"], _to_text)}
+        return clippers.state_of(self.clipper, _to_text)
 
     @clipper_state.setter
     def clipper_state(self, state: Mapping[str, object]) -> None:

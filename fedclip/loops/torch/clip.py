@@ -30,16 +30,8 @@ from fedclip.clippers.agc import AGC, Axes, Outputs
 from fedclip.clippers.base import Clipper
 from fedclip.clippers.norm_clip import NormClip
 from fedclip.core.records import StepRecord
-from fedclip.loops.clippers import (
-    check_clipper,
-    check_free,
-    check_members,
-    shapes_of,
-    skipped,
-    skips,
-    unique,
-    use_of,
-)
+from fedclip.loops import clippers
+from fedclip.loops.clippers import shapes_of, skipped, skips, use_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -272,9 +264,7 @@ def named(parameters: Parameters, clipper: Clipper | AGC) -> dict[str, torch.Ten
         items = [parameters]
     pairs = [*items]
     if not pairs and isinstance(parameters, Iterator):
-        raise ValueError(
-            "there are no parameters: an iterator has none the second time, so give the model"
-        )
+        raise ValueError("no parameters: an iterator has none the second time, so give the model")
     if pairs and isinstance(pairs[0], torch.Tensor):
         if getattr(clipper, "scope", "tensor") not in ("global", "tensor") or clipper.exclude:
             raise TypeError(
@@ -323,14 +313,13 @@ def selected(
     known = ids and last is not None and ids == last.ids == use.members.last
     if known and names == last.user_names:
         return dict(zip(last.names, tensors, strict=True)), None
-    clipper = check_clipper(clipper)
+    clipper = clippers.check_clipper(clipper)
     parameters = named(source, clipper)
-    check_free(clipper)
-    check_sharding(parameters.values())
+    clippers.check_free(clipper)
     outputs = outputs_of(source, parameters, clipper)
     # Loops that make their tensors at each step have no Parameters.
     a_model = isinstance(next(iter(parameters.values()), None), torch.nn.Parameter)
-    check_members(clipper, parameters, fixed=False, new_model=a_model)
+    clippers.check_members(clipper, parameters, fixed=False, new_model=a_model)
     # Of AGC the layers of the model count too, and one parameter may have several names.
     if len(parameters) == len(ids) and not isinstance(clipper, AGC):
         use_of(clipper).selection = _Selection(names, ids, tuple(parameters))
@@ -343,16 +332,16 @@ def _plain(wrapped: tuple[str, ...]) -> tuple[str, ...]:
     """Return the names without the prefixes of wrappers, all different."""
     if not all(isinstance(name, str) for name in wrapped):
         raise TypeError(f"names of parameters must be strings, got {list(wrapped)!r:.200}")
-    names = unique(wrapped)
+    names = clippers.unique(wrapped)
     while names and any(all(n.startswith(prefix) for n in names) for prefix in _FIRST):
         names = [name.partition(".")[2] for name in names]
     for wrapper in _WRAPPERS:
         names = [name.replace(wrapper, "") for name in names]
     # Keep names that are different only with their prefixes.
-    return tuple(names) if len(set(names)) == len(wrapped) else tuple(unique(wrapped))
+    return tuple(names) if len(set(names)) == len(wrapped) else tuple(clippers.unique(wrapped))
 
 
-def check_sharding(parameters: Iterable[torch.Tensor]) -> None:
+def _check_sharding(parameters: Iterable[torch.Tensor]) -> None:
     """Raise a TypeError for pieces of flat parameters, which hide whose pieces they are."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
@@ -384,10 +373,13 @@ def outputs_of(
 
     Raises
     ------
+    TypeError
+        If a parameter is a piece of a flat one, see `_check_sharding`.
     ValueError
         If the clipper asks for them, and `source` is not the model; or if one output of a layer
         is not along an axis.
     """
+    _check_sharding(parameters.values())
     if not isinstance(clipper, AGC) or not clipper.asks_layers:
         return None
     shapes = shapes_of(parameters)
@@ -395,9 +387,7 @@ def outputs_of(
     if not names:
         return None
     if not isinstance(source, torch.nn.Module):
-        raise ValueError(
-            "agc needs the outputs of layers: give the model, or set axis, such as AGC(axis=0)"
-        )
+        raise ValueError("agc needs the outputs of layers: give the model, or an axis: AGC(axis=0)")
     layers: dict[int, torch.nn.Module] = {}
     for path, module in source.named_modules():
         # A parametrization's tensors are its layer's.

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -29,9 +28,8 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from fedclip.core.states import Fields
-from fedclip.errors import FedclipWarning
-from fedclip.loops.clippers import is_held
+from fedclip.core.states import Statistics
+from fedclip.loops.clippers import is_held, warn
 
 MARK = "fedclip"
 """In the first group of parameters of a state: it was saved together with a clipper's."""
@@ -50,18 +48,10 @@ def held(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def warn(text: str, stacklevel: int) -> None:
-    """Warn of a loop that would not be clipped as its user expects."""
-    warnings.warn(text, FedclipWarning, stacklevel=stacklevel)
-
-
 def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the state of an optimizer is that after a step."""
-    return any(
-        isinstance(state, dict)
-        and (state.get("momentum_buffer") is not None or float(state.get("step", 0)) > 0)
-        for state in optimizer.state.values()
-    )
+    states = [s for s in optimizer.state.values() if isinstance(s, dict)]
+    return any(s.get("momentum_buffer") is not None or float(s.get("step", 0)) > 0 for s in states)
 
 
 # -- a GradScaler's step -------------------------------------------------------------------------
@@ -87,9 +77,7 @@ def check_step(optimizer: torch.optim.Optimizer) -> None:
     """Raise a TypeError for an optimizer that has no step, such as LOMO."""
     code = getattr(inspect.unwrap(type(optimizer).step), "__code__", None)
     if code is not None and code.co_names == ("NotImplementedError",):
-        raise TypeError(
-            f"{type(optimizer).__name__} has no step() in which a clipper could act: use another"
-        )
+        raise TypeError(f"{type(optimizer).__name__} has no step() to clip in: use another")
 
 
 # -- a step that calls another step, or fails ----------------------------------------------------
@@ -120,10 +108,8 @@ class Watch:
         forget(optimizer)
         # A parameter is saved without its hook, and without a warning.
         unsaved: Any = torch.utils.hooks.unserializable_hook
-        watched: Any = [p for p in held(optimizer) if type(p) in _PLAIN and p.requires_grad]
-        self.hooks = [
-            p.register_hook(unsaved(partial(self._look, weakref.ref(p)))) for p in watched
-        ]
+        chosen: Any = [p for p in held(optimizer) if type(p) in _PLAIN and p.requires_grad]
+        self.hooks = [p.register_hook(unsaved(partial(self._look, weakref.ref(p)))) for p in chosen]
 
     def end(self) -> None:
         """Stop watching."""
@@ -136,11 +122,14 @@ class Watch:
             self.end()
             return
         gradients = [g for g in (gradient, parameter.grad) if g is not None]
-        if any(g.layout is not torch.strided for g in gradients) or _is_recorded(gradient):
+        # Where a graph is recorded, numbers cannot be read.
+        captured = gradient.is_cuda and torch.cuda.is_current_stream_capturing()
+        is_recorded = captured or torch.compiler.is_compiling()
+        if is_recorded or any(g.layout is not torch.strided for g in gradients):
             return
         weights, slope = _some(parameter), torch.stack([*map(_some, gradients)]).sum(0)
         before, past = NOTED.get(parameter, (weights, slope))
-        if not _are_alike(before, weights) or _stays(before, weights):
+        if not _has_moved(before, weights):
             NOTED[parameter] = weights, slope
         elif ((weights - before) * past.conj()).real.sum() < 0:
             self.end()
@@ -161,20 +150,10 @@ def _some(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().flatten()[:: max(1, tensor.numel() // 64)].clone()
 
 
-def _are_alike(before: torch.Tensor, now: torch.Tensor) -> bool:
-    return (before.device, before.dtype, before.shape) == (now.device, now.dtype, now.shape)
-
-
-def _stays(before: torch.Tensor, now: torch.Tensor) -> bool:
+def _has_moved(before: torch.Tensor, now: torch.Tensor) -> bool:
+    alike = (before.device, before.dtype, before.shape) == (now.device, now.dtype, now.shape)
     # Adding and subtracting the same leaves a rounding error.
-    return torch.allclose(before, now, rtol=4 * torch.finfo(now.dtype).eps, atol=0.0)
-
-
-def _is_recorded(tensor: torch.Tensor) -> bool:
-    """Return whether a graph is recorded, where numbers cannot be read."""
-    return torch.compiler.is_compiling() or (
-        tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-    )
+    return alike and not torch.allclose(before, now, rtol=4 * torch.finfo(now.dtype).eps, atol=0.0)
 
 
 # -- wrappers ------------------------------------------------------------------------------------
@@ -220,11 +199,9 @@ class Saving:
         Takes the states by key, of those that are in what is loaded.
     """
 
-    def __init__(
-        self, save: Callable[[], dict[str, Fields]], load: Callable[[Mapping[str, Fields]], None]
-    ) -> None:
+    def __init__(self, save: Callable[[], Statistics], load: Callable[[Statistics], None]) -> None:
         self._save, self._load = save, load
-        self._loaded: dict[str, Fields] | None = None
+        self._loaded: Statistics | None = None
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:

@@ -18,27 +18,19 @@ from contextlib import suppress
 from functools import partial
 from operator import is_
 from types import FrameType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import numpy as np
 import torch
 
 from fedclip.clippers.agc import AGC, Outputs
 from fedclip.clippers.base import Clipper
-from fedclip.core import states
 from fedclip.core.records import StepRecord
-from fedclip.core.states import Fields
+from fedclip.core.states import Fields, each
 from fedclip.loops import clippers
-from fedclip.loops.clippers import Spec
+from fedclip.loops.clippers import Spec, warn
 from fedclip.loops.torch import guards
-from fedclip.loops.torch.clip import (
-    Parameters,
-    check_sharding,
-    clip_named,
-    named,
-    outputs_of,
-    uncompiled,
-)
+from fedclip.loops.torch.clip import Parameters, clip_named, named, outputs_of, uncompiled
 from fedclip.loops.torch.guards import held
 
 
@@ -49,11 +41,7 @@ def get_state(clipper: Clipper | AGC) -> Fields:
     ``torch.load(weights_only=True)`` reads them. `AGC` has none: its limits follow from the
     weights.
     """
-    if isinstance(clipper, AGC):
-        return {}
-    state = clipper.get_state()
-    state["arrays"] = states.each(state["arrays"], torch.from_numpy)
-    return state
+    return clippers.state_of(clipper, torch.from_numpy)
 
 
 def set_state(
@@ -76,16 +64,13 @@ def set_state(
     if isinstance(clipper, AGC):
         return
     if state is None:
-        guards.warn(f"the checkpoint has no state of {clipper.name}, which starts anew", 4)
+        warn(f"the checkpoint has no state of {clipper.name}, which starts anew")
         clipper.reset()
         return
     if isinstance(state, Mapping) and isinstance(state.get("arrays"), Mapping):
-        arrays = states.each(state["arrays"], lambda a: np.asarray(torch.as_tensor(a).cpu()))
+        arrays = each(state["arrays"], lambda a: np.asarray(torch.as_tensor(a).cpu()))
         state = {**state, "arrays": arrays}
-    if owner is None or clippers.fitting(clipper, state, owner):
-        clipper.set_state(dict(state))
-    else:
-        clipper.reset()
+    clippers.restore(clipper, state, owner)
 
 
 # -- handles -------------------------------------------------------------------------------------
@@ -102,6 +87,7 @@ class ClipHandle:
         parameters: Parameters | None,
         outputs: Outputs | None = None,
     ) -> None:
+        *outer, optimizer = guards.levels_of(optimizer)
         self.clipper = clippers.clipper_of(clipper)
         if parameters is not None and not isinstance(parameters, torch.nn.Module):
             parameters = named(parameters, self.clipper)
@@ -112,14 +98,13 @@ class ClipHandle:
         self._resolve(optimizer)
         guards.check_step(optimizer)
         clippers.check_free(self.clipper)
-        shapes, kind = clippers.shapes_of(self._parameters), type(optimizer).__name__
-        clippers.begin(self.clipper, shapes, kind, self._held)
+        kind = type(optimizer).__name__
+        knows_nothing = clippers.begin(self.clipper, self._parameters, kind)
         late = optimizer.param_groups[0].pop(guards.MARK, False) or guards.has_stepped(optimizer)
-        if late and clippers.learns(self.clipper, shapes) and not clippers.has_learnt(self.clipper):
-            guards.warn(
+        if late and knows_nothing:
+            warn(
                 f"{kind} stepped or loaded a state before {self.clipper.name} was attached, "
-                "which has no statistics: attach first, and then call load_state_dict",
-                5,
+                "which has no statistics: attach first, and then call load_state_dict"
             )
         self._kind = f"an optimizer ({kind})"
         clippers.hold(self.clipper, optimizer, f"attached to {self._kind}")
@@ -127,6 +112,16 @@ class ClipHandle:
         keys = [handle._key for handle in self._others.handles]
         self._key = clippers.unique([*keys, f"fedclip:{self.clipper.name}"])[-1]
         self._others.handles.append(self)
+        for level in filter(guards.is_hooked, outer):
+            self._others.saving.add(level)
+        save: Any = getattr(outer[0], "state_dict", None) if outer else None
+        # Some cannot be saved yet, such as ZeRO before it has gathered its parts.
+        with suppress(RuntimeError, NotImplementedError):
+            if save is not None and self.get_state() and not guards.is_in(save(), [self._key]):
+                warn(
+                    f"the state_dict() of {type(outer[0]).__name__} lacks the clipper's "
+                    "statistics: save handle.get_state() too"
+                )
 
     def remove(self) -> None:
         """Stop clipping, and restore the optimizer."""
@@ -142,7 +137,7 @@ class ClipHandle:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None and not self._others.clips:
-            guards.warn(
+            warn(
                 f"{self.clipper.name} has clipped nothing: no step of {self._kind} was seen. "
                 "If your loop steps in another way, call clip_ in it",
                 3,
@@ -165,15 +160,15 @@ class ClipHandle:
     def set_state(self, state: Mapping[str, object] | None) -> None:
         """Restore statistics of this model and optimizer; see `fedclip.loops.clippers`."""
         optimizer = self._others.optimizer()
-        if optimizer is None or isinstance(self.clipper, AGC):
+        if optimizer is None:
             set_state(self.clipper, state)
             return
         # Until an optimizer has loaded its state, it may hold other parameters.
         with suppress(ValueError):
             self._resolve(optimizer)
-        shapes, kind = clippers.shapes_of(self._parameters), type(optimizer).__name__
-        set_state(self.clipper, state, clippers.owner_of(self.clipper, shapes, kind))
-        clippers.begin(self.clipper, shapes, kind, [*self._parameters.values()])
+        kind = type(optimizer).__name__
+        set_state(self.clipper, state, clippers.owner_of(self.clipper, self._parameters, kind))
+        clippers.begin(self.clipper, self._parameters, kind)
 
     def reset(self) -> None:
         """Forget all statistics and records."""
@@ -208,23 +203,19 @@ class ClipHandle:
         nameless = {id(p): p for p in now}
         chosen = {n: p for n, p in source.items() if nameless.pop(id(p), None) is not None}
         if not chosen:
-            raise ValueError(
-                "the optimizer holds no parameter of those given: give the model that it trains"
-            )
+            raise ValueError("the optimizer holds no parameter of those given: give its model")
         if nameless:
             shapes = ", ".join(str(tuple(p.shape)) for p in list(nameless.values())[:5])
             raise ValueError(
                 f"the optimizer holds {len(nameless)} parameters without a name (of shape "
                 f"{shapes}): give attach the model that has them, or names for all"
             )
-        check_sharding(now)
         if self._outputs is None or isinstance(self._source, torch.nn.Module):
             self._outputs = outputs_of(self._source, chosen, self.clipper)
         self._held, self._parameters = now, chosen
-        if self._key and isinstance(self.clipper, Clipper) and self.clipper.owner:
+        if self._key and self.clipper.owner:
             # Parameters were added: it is the same model still.
-            shapes_now, kind = clippers.shapes_of(chosen), type(optimizer).__name__
-            self.clipper.owner = clippers.owner_of(self.clipper, shapes_now, kind)
+            self.clipper.owner = clippers.owner_of(self.clipper, chosen, type(optimizer).__name__)
         return chosen
 
     def _clip(self, optimizer: torch.optim.Optimizer) -> None:
@@ -284,10 +275,8 @@ class _Attached:
         self._outermost: FrameType | None = None
         # A step that was put into the class since has no hooks.
         optimizer._patch_step_function()
-        self._hooks = [
-            optimizer.register_step_pre_hook(uncompiled(self._begin)),
-            optimizer.register_step_post_hook(uncompiled(self._end)),
-        ]
+        before = optimizer.register_step_pre_hook(uncompiled(self._begin))
+        self._hooks = before, optimizer.register_step_post_hook(uncompiled(self._end))
         self.saving = guards.Saving(self._states, self._load)
         self.saving.add(optimizer)
         vars(optimizer)["__reduce_ex__"] = partial(guards.reduced, self.optimizer)
@@ -371,15 +360,10 @@ class _Attached:
         chosen = []
         for handle in self.handles:
             config = clippers.configuration(handle.clipper)
-            same = (key for key, state in unused.items() if _configuration_in(state) == config)
+            same = (k for k, s in unused.items() if clippers.owner_in(s).get("clipper") == config)
             chosen.append(unused.pop(next(same, ""), None))
         for handle, state in zip(self.handles, chosen, strict=True):
             handle.set_state(unused.pop(handle._key, None) if state is None else state)
-
-
-def _configuration_in(state: object) -> object:
-    owner = state.get("owner") if isinstance(state, Mapping) else None
-    return owner.get("clipper") if isinstance(owner, Mapping) else None
 
 
 def _is_dummy(optimizer: torch.optim.Optimizer) -> bool:
@@ -409,30 +393,6 @@ def handles(optimizer: torch.optim.Optimizer) -> list[ClipHandle]:
     """Return the handles of an optimizer, in the order in which they clip; also of a copy."""
     attached = guards.ATTACHED.get(guards.levels_of(optimizer)[-1])
     return list(attached.handles) if attached else []
-
-
-H = TypeVar("H", bound=ClipHandle)
-
-
-def _attach(
-    kind: type[H], optimizer: torch.optim.Optimizer, clipper: Spec, parameters: Parameters | None
-) -> H:
-    """Return a handle of this kind, whose clipper is saved with the optimizer, or warn."""
-    levels = guards.levels_of(optimizer)
-    handle = kind(levels[-1], clipper, parameters)
-    for level in filter(guards.is_hooked, levels[:-1]):
-        guards.ATTACHED[levels[-1]].saving.add(level)
-    save: Any = getattr(levels[0], "state_dict", None)
-    # Some cannot be saved yet, such as ZeRO before it has gathered its parts.
-    with suppress(RuntimeError, NotImplementedError):
-        has_state = len(levels) > 1 and save is not None and handle.get_state()
-        if has_state and not guards.is_in(save(), [handle._key]):
-            guards.warn(
-                f"the state_dict() of {type(levels[0]).__name__} lacks the clipper's statistics: "
-                "save handle.get_state() too",
-                4,
-            )
-    return handle
 
 
 def attach(
@@ -494,7 +454,7 @@ def attach(
     1.732
     >>> handle.remove()
     """
-    return _attach(ClipHandle, optimizer, clipper, parameters)
+    return ClipHandle(optimizer, clipper, parameters)
 
 
 def attach_update(
@@ -519,4 +479,4 @@ def attach_update(
     >>> f"{float(handle.last):.2f} {float(torch.dist(layer.weight.detach(), before)):.2f}"
     '14.14 0.50'
     """
-    return _attach(UpdateHandle, optimizer, clipper, parameters)
+    return UpdateHandle(optimizer, clipper, parameters)

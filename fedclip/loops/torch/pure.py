@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -21,6 +21,8 @@ from fedclip.transforms import clip_on_device
 if TYPE_CHECKING:
     from fedclip.dpsgd.step import PrivateMean
 
+Named: TypeAlias = Mapping[str, torch.Tensor]
+"""Tensors by name."""
 _PLAIN, _RECORDED = TorchBackend(), TorchRecorded()
 # Modules whose gradients were compared with those of a plain backward.
 _TRIED: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -54,21 +56,17 @@ class PureClipping:
         # torch.compile can read a table, but cannot trace the matching of patterns.
         self._kinds: dict[tuple[str, ...], tuple[Groups, Kind]] = {}
 
-    def init(self, gradients: Mapping[str, torch.Tensor]) -> ClipState:
+    def init(self, gradients: Named) -> ClipState:
         """Return the state before the first step, on the device of the gradients."""
         groups, _ = self._looked_up(gradients)
-        check_owner(self.clipper, shapes_of(gradients))
+        check_owner(self.clipper, gradients)
         first = compiled.first_state(self.clipper, groups, gradients, _PLAIN)
-        like = next(iter(gradients.values()), None)
-        norm, limit = (_PLAIN.asarray(np.full(len(groups), x), like=like) for x in (0.0, np.inf))
+        norm = _PLAIN.asarray(np.zeros(len(groups)), like=next(iter(gradients.values()), None))
         counts = (norm.new_zeros((), dtype=torch.int64) for _ in range(3))
-        return ClipState(first, norm, limit, norm > 0, *counts)
+        return ClipState(first, norm, norm + np.inf, norm > 0, *counts)
 
     def update(
-        self,
-        gradients: Mapping[str, torch.Tensor],
-        state: ClipState,
-        weights: Mapping[str, torch.Tensor] | None = None,
+        self, gradients: Named, state: ClipState, weights: Named | None = None
     ) -> tuple[dict[str, torch.Tensor], ClipState]:
         """Return the clipped gradients by name, and the state after the step."""
         known = self._kinds.get(tuple(gradients))
@@ -80,17 +78,13 @@ class PureClipping:
         backend, clipper = _backend(gradients, state, weights or {}), self.clipper
         transform = compiled.transform_of(clipper, groups, weights, backend)
         if backend.partial and not transform.runs_on_parts:
-            raise NotImplementedError(
-                f"{clipper.name} needs whole arrays, and a DTensor is a part: use clip_"
-            )
+            raise NotImplementedError(f"{clipper.name} needs whole arrays, not DTensors: use clip_")
         clipped, step = clip_on_device(
             transform, gradients, groups, backend, state.statistics, clipper.on_nonfinite
         )
         return clipped, compiled.after(state, step)
 
-    def metrics(
-        self, state: ClipState, gradients: Mapping[str, torch.Tensor], prefix: str = ""
-    ) -> dict[str, float]:
+    def metrics(self, state: ClipState, gradients: Named, prefix: str = "") -> dict[str, float]:
         """Return plain numbers for a logger, of the last step and of all steps (``round/...``).
 
         Only the names of the gradients count, and for `AGC` their shapes.
@@ -101,33 +95,29 @@ class PureClipping:
         """Return the state at the start of a round: counts are 0, statistics continue."""
         return compiled.on_round_start(state)
 
-    def set_state(self, state: ClipState, gradients: Mapping[str, torch.Tensor]) -> None:
+    def set_state(self, state: ClipState, gradients: Named) -> None:
         """Write the statistics of a state to the clipper; `init` then starts from them."""
         labels = self._groups(gradients).labels
         compiled.load(self.clipper, state.statistics, labels, gradients)
 
-    def _looked_up(self, gradients: Mapping[str, torch.Tensor]) -> tuple[Groups, Kind]:
+    def _looked_up(self, gradients: Named) -> tuple[Groups, Kind]:
         groups = self._groups(gradients)
         known = self._kinds[tuple(gradients)] = groups, compiled.kind_of(self.clipper, groups)
         return known
 
-    def _groups(self, gradients: Mapping[str, torch.Tensor]) -> Groups:
+    def _groups(self, gradients: Named) -> Groups:
         # A state has no names: the order of its groups must not depend on the gradients'.
         return self.clipper.groups({name: gradients[name].shape for name in sorted(gradients)})
 
 
-def _backend(
-    gradients: Mapping[str, torch.Tensor], state: ClipState, weights: Mapping[str, torch.Tensor]
-) -> TorchBackend:
+def _backend(gradients: Named, state: ClipState, weights: Named) -> TorchBackend:
     numbers, arrays = compiled.parts(state.statistics)
     past = [value for fields in arrays.values() for value in fields.values()]
     records = recorded([*gradients.values(), *weights.values(), *numbers, *past])
     if not are_sharded(gradients.values()):
         return _RECORDED if records else _PLAIN
     if records:
-        raise NotImplementedError(
-            "DTensors are clipped without derivatives only: clip under torch.no_grad()"
-        )
+        raise NotImplementedError("DTensors are clipped without derivatives: use torch.no_grad()")
     from fedclip.arrays.sharded import ShardedBackend
 
     return ShardedBackend(gradients.values())
@@ -205,8 +195,5 @@ def private_gradients(
         torch_records.check_tracked(module, of, [_like(x[:1]) for x in (*arguments, targets)])
         _TRIED.add(module)
     weights = torch_records.trained(module)
-    gradients = mean(
-        torch_records.record_stacks(module, of, (*arguments, targets), micro_batch),
-        {name: tuple(weight.shape) for name, weight in weights.items()},
-    )
-    return torch_records.restored(gradients, weights)
+    stacks = torch_records.record_stacks(module, of, (*arguments, targets), micro_batch)
+    return torch_records.restored(mean(stacks, shapes_of(weights)), weights)
