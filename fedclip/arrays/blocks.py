@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedclip.arrays.base import UNDERFLOW, HostView
+from fedclip.arrays.base import HostView
 from fedclip.arrays.cores import PIECE, each, num_threads
 
 Float64 = np.ndarray[Any, np.dtype[np.float64]]
@@ -242,7 +242,8 @@ def exact_norm(views: Sequence[HostView]) -> float:
 def slice_norms(view: HostView, axes: Sequence[int], fast: bool = False) -> Float64:
     """Return the L2 norm of each slice that spans `axes`, in float64, flat.
 
-    If it is `fast`, it may be off by `UNCERTAINTY`, relatively.
+    If it is `fast`, it may be off by `UNCERTAINTY`, relatively, and wrong unless it is finite and
+    all sums of squares are above `UNDERFLOW`.
 
     Squares of narrower floats neither overflow nor underflow in float64, and may be added up in any
     order. Of float64, NumPy adds up contiguous numbers in pairs, and others one after the other,
@@ -263,11 +264,12 @@ def slice_norms(view: HostView, axes: Sequence[int], fast: bool = False) -> Floa
             fast, number, length = False, 1, size
         table, most = view.reshape(-1, length), (PIECE if fast else CHUNK) // length
         sums = np.empty(len(table), np.float32 if fast else np.float64)
-        cuts = [slice(start, start + most) for start in range(0, len(table), most)]
-        calls = [partial(_add_squares, table[cut], sums[cut]) for cut in cuts]
-        each(calls, num_threads([view.nbytes]))
-        if fast and not UNDERFLOW <= sums.min() <= sums.max() < math.inf:
-            return slice_norms(view, axes)
+        if len(table) <= most:
+            _add_squares(table, sums)
+        else:
+            cuts = [slice(start, start + most) for start in range(0, len(table), most)]
+            calls = [partial(_add_squares, table[cut], sums[cut]) for cut in cuts]
+            each(calls, num_threads([view.nbytes]))
         sums = sums.astype(np.float64, copy=False)
         return np.asarray(np.sqrt(sums if number == 1 else sums.reshape(-1, number).sum(axis=1)))
     # Take a few rows of the first dimension at a time, so that no float64 copy of all is made.

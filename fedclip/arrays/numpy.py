@@ -25,6 +25,7 @@ from fedclip.arrays.memory import Memory, aligned, in_memory_order
 _ARRAY, _dtype, _nbytes = {np.ndarray}, attrgetter("dtype"), attrgetter("nbytes")
 _BITS = np.dtype(np.uint16)
 _CLOSE = 2 * blocks.UNCERTAINTY
+_LEAST = math.sqrt(base.UNDERFLOW)
 
 
 def bits(array: HostView) -> HostView:
@@ -174,7 +175,12 @@ class NumpyBackend(Backend):
     def slice_norms(
         self, arrays: Arrays, axes: Sequence[tuple[int, ...]], fast: bool = False
     ) -> Array:
-        return np.concatenate([*map(blocks.slice_norms, arrays, axes, repeat(fast))])
+        parts = [*map(blocks.slice_norms, arrays, axes, repeat(fast))]
+        norms = np.concatenate(parts)
+        if not fast or _in_range(norms):
+            return norms
+        rows = zip(parts, arrays, axes, strict=True)
+        return np.concatenate([p if _in_range(p) else blocks.slice_norms(*row) for p, *row in rows])
 
     # -- new gradients ------------------------------------------------------------------------
     def scale(self, arrays: Arrays, factors: Arrays) -> Arrays:
@@ -274,6 +280,11 @@ class NumpyBackend(Backend):
             return outs
         pairs = zip(arrays, outs, strict=True)
         return [aligned(a) if o is None and in_memory_order(a) is not None else o for a, o in pairs]
+
+
+def _in_range(norms: HostView) -> bool:
+    """Return whether no sum of squares has overflowed, or lost much by underflow."""
+    return bool(_LEAST <= norms.min() <= norms.max() < math.inf)
 
 
 def _is_one(factor: HostView) -> bool:
