@@ -236,7 +236,7 @@ def clip_grad_norm_(
     record = clip_named(named, clipper, outputs)
     if first is None or record is None:
         return torch.zeros(())
-    dtype = torch.promote_types(first.dtype, torch.float32)
+    dtype = first.dtype if first.dtype.itemsize > 2 else torch.float32
     if not isinstance(record.norms, torch.Tensor):
         return torch.scalar_tensor(float(record), dtype=dtype)
     norm: torch.Tensor = torch.linalg.vector_norm(record.norms).to(dtype)
@@ -322,8 +322,8 @@ def selected(
     last: Any = None if use is None else use.selection
     ids, is_agc = [*map(id, tensors)], isinstance(clipper, AGC)
     # Of AGC the layers of the model count too.
-    by_layer = is_agc and isinstance(source, torch.nn.Module)
-    layers = [*map(type, source.modules())] if by_layer else None
+    model = source if is_agc and isinstance(source, torch.nn.Module) else None
+    layers = None if model is None else [*map(type, model.modules())]
     # Freed tensors give their ids to others, which the clipper notes if it learns.
     known = ids and last is not None and ids == last.ids and (is_agc or ids == use.members.last)
     if known and names == last.user_names and layers == last.layers:
