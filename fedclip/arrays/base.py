@@ -15,7 +15,7 @@ import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
 
@@ -53,8 +53,8 @@ HostView: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 class Repeated(NamedTuple):
     """The owners of numbers of which each tensor has several, one after the other."""
 
-    owners: Sequence[int]
-    times: Sequence[int]
+    owners: tuple[int, ...]
+    times: tuple[int, ...]
 
 
 Owners: TypeAlias = Sequence[int] | Repeated
@@ -63,7 +63,12 @@ Owners: TypeAlias = Sequence[int] | Repeated
 
 def index_of(owners: Owners) -> HostView:
     """Return the group of each number, as an array of NumPy."""
-    return np.asarray(np.repeat(*owners) if isinstance(owners, Repeated) else owners, np.int32)
+    return _repeated(owners) if isinstance(owners, Repeated) else np.asarray(owners, np.int32)
+
+
+@lru_cache(maxsize=64)
+def _repeated(owners: Repeated) -> HostView:
+    return np.repeat(*owners).astype(np.int32)
 
 
 @cache
@@ -270,17 +275,23 @@ class Backend(Arithmetic, ABC):
         each = [self.pieces(c, numbers) if hasattr(c, "shape") else c for c in others]
         return [*zip(arrays, map(self.values, arrays), *each, strict=True)]
 
-    def slice_norms(self, arrays: Arrays, axes: Sequence[tuple[int, ...]]) -> Array:
+    def slice_norms(
+        self, arrays: Arrays, axes: Sequence[tuple[int, ...]], fast: bool = False
+    ) -> Array:
         """Return the L2 norms of the slices of dense arrays as one flat array, array by array.
 
-        A slice spans the axes of its array.
+        A slice spans the axes of its array. If it is `fast`, the host measures within
+        `fedclip.arrays.blocks.UNCERTAINTY`, else in float64.
         """
         norms = []
         for array, some in zip(arrays, axes, strict=True):
-            wide = self.cast(array, "float64")
-            unit = unit_of(self.max(abs(wide), some), self)
-            wide = wide / unit
-            norms.append(unit * self.sqrt(self.sum(wide * wide, some)))
+            wide, unit = self.cast(array, "float64"), None
+            # No square of a narrower dtype overflows or underflows.
+            if self.dtype(array) == "float64" or self.dtype(wide) != "float64":
+                unit = unit_of(self.max(abs(wide), some), self)
+                wide = wide / unit
+            norm = self.sqrt(self.sum(wide * wide, some))
+            norms.append(norm if unit is None else unit * norm)
         return self.joined(norms)
 
     def joint_norms(self, arrays: Arrays, members: Sequence[Sequence[int]]) -> Array:

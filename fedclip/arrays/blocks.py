@@ -19,9 +19,10 @@ This file knows views only: no framework, no groups, no limits.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
-from itertools import pairwise
+from itertools import accumulate, pairwise, starmap
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -59,6 +60,7 @@ _JOINED = 1024
 # With 500 rows or fewer, `np.vecdot` keeps the lock of the interpreter.
 _ROWS = 2 * PIECE // _BLOCK
 _size, _width, _nbytes = attrgetter("size"), attrgetter("itemsize"), attrgetter("nbytes")
+_is_contiguous = attrgetter("flags.c_contiguous")
 
 
 def decode(view: HostView) -> HostView:
@@ -108,6 +110,7 @@ def peak(view: HostView) -> float:
     return float(np.max(np.abs(ends), initial=0.0))
 
 
+@lru_cache(maxsize=1024)
 def _rows(size: int) -> tuple[int, int]:
     """Return number and length of rows of at most one block.
 
@@ -128,6 +131,10 @@ class _Layout(NamedTuple):
     sizes: tuple[int, ...]
     large: dict[int, tuple[int, int]]
     """Arrays that are cut into rows, with number and length of the rows."""
+    spans: list[slice]
+    """Where the rows of each of these are among those of all."""
+    over: dict[int, tuple[int, int]]
+    """Those with elements left over: the place among them, and the number of elements in rows."""
     halves: tuple[int, ...]
 
 
@@ -136,8 +143,12 @@ def _layout(sizes: tuple[int, ...], widths: tuple[int, ...]) -> _Layout:
     pairs = [*enumerate(zip(sizes, widths, strict=True))]
     small = tuple(i for i, (size, width) in pairs if width > 2 and 0 < size <= _JOINED)
     large = {i: _rows(size) for i, (size, width) in pairs if width > 2 and size > _JOINED}
+    stops = accumulate((number for number, _ in large.values()), initial=0)
+    in_rows = enumerate(map(math.prod, large.values()))
+    over = {i: row for i, row in zip(large, in_rows, strict=True) if row[1] < sizes[i]}
     halves = tuple(i for i, (size, width) in pairs if width == 2 and size)
-    return _Layout(small, tuple(sizes[i] for i in small), large, halves)
+    spans = [*starmap(slice, pairwise(stops))]
+    return _Layout(small, tuple(sizes[i] for i in small), large, spans, over, halves)
 
 
 def square_sums(views: Sequence[HostView]) -> list[float]:
@@ -162,7 +173,7 @@ def _joined_sums(views: Sequence[HostView], sizes: tuple[int, ...]) -> list[floa
     """Return the sums of squares in float64 of views that are joined first."""
     values = np.concatenate(views, axis=None, dtype=np.float64)
     np.multiply(values, values, out=values)
-    sums: list[float] = np.add.reduceat(values, _starts(sizes)).tolist()
+    sums: list[float] = np.add.reduceat(values, starts(sizes)).tolist()
     return sums
 
 
@@ -172,44 +183,42 @@ def _add_rows(sums: list[float], views: Sequence[HostView], layout: _Layout) -> 
     They are cut into rows of up to one block.
     """
     left_over: dict[int, HostView] = {}
-    tables: list[HostView] = []
-    for i, shape in layout.large.items():
-        view, (number, length) = views[i], shape
-        number_over = view.size - number * length
-        if not view.flags.c_contiguous:
-            view = flat(view)
-        if number_over:
-            view = view.reshape(-1)
-            left_over[i], view = view[-number_over:], view[:-number_over]
-        tables.append(view.reshape(shape))
+    large = [*map(views.__getitem__, layout.large)]
+    if not all(map(_is_contiguous, large)):
+        large = [*map(flat, large)]
+    for i, (place, number) in layout.over.items():
+        view = large[place].reshape(-1)
+        left_over[i], large[place] = view[number:], view[:number]
+    tables = [*map(np.ndarray.reshape, large, layout.large.values())]
     calls: list[Callable[[], object]] = [
         partial(_add_half, sums, i, views[i]) for i in layout.halves
     ]
     threads = num_threads([*map(_nbytes, views)])
     sizes = (*map(len, tables),)
-    wide = np.float64 if any(table.itemsize == 8 for table in tables) else np.float32
+    wide = np.float64 if 8 in {*map(_width, tables)} else np.float32
     # One array for all: many small arrays would break up the memory that gradients need.
-    dots, stop = np.empty(sum(sizes), wide), 0
-    for table, size in zip(tables, sizes, strict=True):
-        into, stop = dots[stop : stop + size], stop + size
-        if threads < 2:
-            np.vecdot(table, table, into)
-            continue
+    dots = np.empty(sum(sizes), wide)
+    into = [*map(dots.__getitem__, layout.spans)]
+    if threads < 2:
+        # A call for each from Python takes as long as the product of a thousand elements.
+        deque(map(np.vecdot, tables, tables, into), 0)
+        tables = []
+    for table, size, out in zip(tables, sizes, into, strict=False):
         parts = max(1, size // _ROWS)
         edges = [size * part // parts for part in range(parts + 1)]
         for low, high in pairwise(edges):
             some = table[low:high]
-            calls.append(partial(np.vecdot, some, some, into[low:high]))
+            calls.append(partial(np.vecdot, some, some, out[low:high]))
     each(calls, threads)
-    if tables:
-        totals = np.add.reduceat(dots.astype(np.float64), _starts(sizes)).tolist()
+    if sizes:
+        totals = np.add.reduceat(dots.astype(np.float64), starts(sizes)).tolist()
         for place, total in zip(layout.large, totals, strict=True):
             sums[place] += total
     return left_over
 
 
 @lru_cache(maxsize=256)
-def _starts(sizes: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.intp]]:
+def starts(sizes: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.intp]]:
     """Return where each of some pieces begins that follow each other."""
     return np.cumsum((0, *sizes[:-1]), dtype=np.intp)
 
@@ -230,8 +239,11 @@ def exact_norm(views: Sequence[HostView]) -> float:
     return float(np.ldexp(root, exponent))
 
 
-def slice_norms(view: HostView, axes: Sequence[int]) -> Float64:
+def slice_norms(view: HostView, axes: Sequence[int], fast: bool = False) -> Float64:
     """Return the L2 norm of each slice that spans `axes`, in float64, flat.
+
+    If it is `fast`, it may be off by `UNCERTAINTY`, relatively, and wrong unless it is finite and
+    all sums of squares are above `UNDERFLOW`.
 
     Squares of narrower floats neither overflow nor underflow in float64, and may be added up in any
     order. Of float64, NumPy adds up contiguous numbers in pairs, and others one after the other,
@@ -245,6 +257,21 @@ def slice_norms(view: HostView, axes: Sequence[int]) -> Float64:
         table = view.reshape(-1, math.prod(view.shape[len(axes) :]))
         wide = (decode(rows).astype(np.float64) for rows in _row_chunks(table))
         return np.asarray(np.sqrt(sum(np.einsum("ij,ij->j", rows, rows) for rows in wide)))
+    size = math.prod(view.shape[len(others) :])
+    if narrow and size <= CHUNK and others == [*range(len(others))] and view.flags.c_contiguous:
+        number, length = _rows(size) if size > _BLOCK // 4 else (1, size)
+        if not (fast and view.itemsize == 4 and number * length == size):
+            fast, number, length = False, 1, size
+        table, most = view.reshape(-1, length), (PIECE if fast else CHUNK) // length
+        sums = np.empty(len(table), np.float32 if fast else np.float64)
+        if len(table) <= most:
+            _add_squares(table, sums)
+        else:
+            cuts = [slice(start, start + most) for start in range(0, len(table), most)]
+            calls = [partial(_add_squares, table[cut], sums[cut]) for cut in cuts]
+            each(calls, num_threads([view.nbytes]))
+        sums = sums.astype(np.float64, copy=False)
+        return np.asarray(np.sqrt(sums if number == 1 else sums.reshape(-1, number).sum(axis=1)))
     # Take a few rows of the first dimension at a time, so that no float64 copy of all is made.
     parts = []
     for some in _row_chunks(view):
@@ -254,6 +281,11 @@ def slice_norms(view: HostView, axes: Sequence[int]) -> Float64:
     if 0 in axes and len(parts) > 1:
         return _row_norms(np.stack(parts, -1)).ravel()
     return np.concatenate(parts, axis=None) if len(parts) > 1 else parts[0].ravel()
+
+
+def _add_squares(rows: HostView, sums: HostView) -> None:
+    wide = decode(rows).astype(sums.dtype, copy=False)
+    np.vecdot(wide, wide, sums)
 
 
 def _row_chunks(view: HostView) -> Iterator[HostView]:

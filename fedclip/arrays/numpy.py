@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import repeat
 from operator import attrgetter
 from typing import Any
 
@@ -24,6 +25,7 @@ from fedclip.arrays.memory import Memory, aligned, in_memory_order
 _ARRAY, _dtype, _nbytes = {np.ndarray}, attrgetter("dtype"), attrgetter("nbytes")
 _BITS = np.dtype(np.uint16)
 _CLOSE = 2 * blocks.UNCERTAINTY
+_LEAST = math.sqrt(base.UNDERFLOW)
 
 
 def bits(array: HostView) -> HostView:
@@ -120,8 +122,8 @@ class NumpyBackend(Backend):
 
     def group_max(self, values: Array, owners: Owners, groups: int) -> Array:
         if isinstance(owners, Repeated) and all(owners.times):
-            starts = np.cumsum([0, *owners.times[:-1]])
-            values, owners = np.maximum.reduceat(values, starts), owners.owners
+            values = np.maximum.reduceat(values, blocks.starts(owners.times))
+            owners = owners.owners
             if [*owners] == [*range(groups)]:
                 return values
         result = np.full(groups, -np.inf)
@@ -170,9 +172,15 @@ class NumpyBackend(Backend):
                 sums[i] += np.sum(call(*some))
         return sums
 
-    def slice_norms(self, arrays: Arrays, axes: Sequence[tuple[int, ...]]) -> Array:
-        pairs = zip(arrays, axes, strict=True)
-        return np.concatenate([blocks.slice_norms(array, spanned) for array, spanned in pairs])
+    def slice_norms(
+        self, arrays: Arrays, axes: Sequence[tuple[int, ...]], fast: bool = False
+    ) -> Array:
+        parts = [*map(blocks.slice_norms, arrays, axes, repeat(fast))]
+        norms = np.concatenate(parts)
+        if not fast or _in_range(norms):
+            return norms
+        rows = zip(parts, arrays, axes, strict=True)
+        return np.concatenate([p if _in_range(p) else blocks.slice_norms(*row) for p, *row in rows])
 
     # -- new gradients ------------------------------------------------------------------------
     def scale(self, arrays: Arrays, factors: Arrays) -> Arrays:
@@ -274,9 +282,14 @@ class NumpyBackend(Backend):
         return [aligned(a) if o is None and in_memory_order(a) is not None else o for a, o in pairs]
 
 
+def _in_range(norms: HostView) -> bool:
+    """Return whether no sum of squares has overflowed, or lost much by underflow."""
+    return bool(_LEAST <= norms.min() <= norms.max() < math.inf)
+
+
 def _is_one(factor: HostView) -> bool:
-    # Of a 0-d array, to compare the number takes a tenth of the time.
-    return bool((factor == 1.0).all() if factor.ndim else factor.item() == 1.0)
+    # To compare one number takes a tenth of the time.
+    return factor.item(0) == 1.0 and (not factor.ndim or bool((factor == 1.0).all()))
 
 
 def _parts(

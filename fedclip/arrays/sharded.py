@@ -187,7 +187,9 @@ class ShardedBackend(TorchBackend):
     def max_abs(self, arrays: Arrays) -> Array:
         return self._reduced(super().max_abs([_local(t) for t in arrays]), arrays, "max")
 
-    def slice_norms(self, arrays: Arrays, axes: Sequence[tuple[int, ...]]) -> Array:
+    def slice_norms(
+        self, arrays: Arrays, axes: Sequence[tuple[int, ...]], fast: bool = False
+    ) -> Array:
         squares = []
         size = self._common(arrays).size()
         for array, spanned in zip(arrays, axes, strict=True):

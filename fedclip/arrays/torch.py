@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import repeat
-from operator import methodcaller
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ _VIEWED = {torch.uint16, *_NAMES}
 # How many elements are worked on together, on the CPU and elsewhere: so that what is in between
 # stays in the cache, or takes little memory.
 _MOST = {True: 1 << 17, False: 1 << 24}
-_numpy = methodcaller("numpy")
+_numpy = torch.Tensor.numpy
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -301,7 +300,9 @@ class TorchBackend(Backend):
             _put(numbers, places, _each(call(_bundle([values[i] for i in places]), *row)))
         return numbers
 
-    def slice_norms(self, arrays: Arrays, axes: Sequence[tuple[int, ...]]) -> Array:
+    def slice_norms(
+        self, arrays: Arrays, axes: Sequence[tuple[int, ...]], fast: bool = False
+    ) -> Array:
         pairs = zip(arrays, axes, strict=True)
         return self.joined([self._norm(array, some) for array, some in pairs])
 

@@ -7,11 +7,14 @@ import glob
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from fedclip.arrays import NUMPY, Arithmetic, Array, Backend, NumpyBackend, backend_of
+from fedclip.arrays.base import FLOATS
+from fedclip.arrays.blocks import UNCERTAINTY
 from fedclip.clippers.core import Core, check_mapping
 from fedclip.clippers.families import as_tuple
 from fedclip.core.parameters import boolean, choice, non_negative, parameter, positive
@@ -187,14 +190,16 @@ class AGC(Core, Regularizer):
 
         In `traced` code the host does not read the weights. `outputs` is as in `clip`.
         """
-        native = [*map(backend.dense, backend.prepared(weights))]
-        if not traced:
-            native = [*map(backend.constant, native)]
-        views: Any = [None] if traced else backend.views(native)
         usual = self.usual_outputs(backend.name)
         known = [(outputs or {}).get(name, usual) for name in groups.names]
-        if any(view is None for view in views):
-            return self._of(native, groups, backend, known)
+        views: Any = None if traced else backend.dense_views(weights)
+        if views is None or not {view.dtype for view in views} <= FLOATS:
+            native = [*map(backend.dense, backend.prepared(weights))]
+            if not traced:
+                native = [*map(backend.constant, native)]
+            views = [None] if traced else backend.views(native)
+            if any(view is None for view in views):
+                return self._of(native, groups, backend, known)
         with np.errstate(all="ignore"):
             return self._of(views, groups, NumpyBackend(backend, views), known)
 
@@ -205,13 +210,18 @@ class AGC(Core, Regularizer):
         if self.unit in ("tensor", "global"):
             limits = self._limits(xp.group_norms(arrays, groups.members), xp)
             return NormClipping(Given(limits), action=Action(self.eps))
-        shapes = [tuple(array.shape) for array in arrays]
+        shapes, on_host = [tuple(array.shape) for array in arrays], isinstance(xp, NumpyBackend)
         spans = tuple([self._span(s or (1,), o) for s, o in zip(shapes, known, strict=True)])
         slices = SliceClipping((), None, action=Action(self.eps), spans=spans)
-        layout = slices.layout(shapes, groups.owners, is_cached=isinstance(xp, NumpyBackend))
+        layout = slices.layout(shapes, groups.owners, is_cached=on_host)
         if not layout.spans:
             return slices
-        return replace(slices, limit=self._limits(slices.measure(arrays, layout, xp), xp))
+        measure = partial(slices.measure, arrays, layout, xp, 2)
+        if not on_host or all(array.itemsize != 4 for array in arrays):
+            return replace(slices, limit=self._limits(measure(), xp))
+        # Of float32, the norms may be too large.
+        limits = self._limits((1.0 - UNCERTAINTY) * measure(fast=True), xp)
+        return replace(slices, limit=limits, exact_limit=lambda: self._limits(measure(), xp))
 
     def get_limit(self, weight_norm: float) -> float:
         """Return the limit of a unit with weights of this norm.

@@ -99,14 +99,14 @@ def spread_of(arrays: Arrays, groups: Groups, peaks: Array, xp: Backend) -> tupl
 
 
 def slice_measures(
-    arrays: Arrays, axes: Sequence[tuple[int, ...]], ord: Order, xp: Backend
+    arrays: Arrays, axes: Sequence[tuple[int, ...]], ord: Order, xp: Backend, fast: bool = False
 ) -> Array:
     """Return the measures of the slices of dense arrays as one flat array, array by array.
 
-    A slice spans the axes of its array, which has elements.
+    A slice spans the axes of its array, which has elements. `fast`: see `Backend.slice_norms`.
     """
     if ord == 2:
-        return xp.slice_norms(arrays, axes)
+        return xp.slice_norms(arrays, axes, fast)
     return xp.joined([_slices(x, some, ord, xp) for x, some in zip(arrays, axes, strict=True)])
 
 

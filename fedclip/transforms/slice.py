@@ -21,10 +21,14 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 from fedclip.arrays import Array, Arrays, Backend, Repeated, with_others
+from fedclip.arrays.blocks import UNCERTAINTY
 from fedclip.core.measures import SQUARED, Order, slice_measures
 from fedclip.rules import FIXED, LEARNT, Basis, State
 from fedclip.transforms.action import SCALE_DOWN, Action, Decision
 from fedclip.transforms.base import Gradient, Outcome, Transform
+
+# Both norms and limits may be off.
+_CLOSE = 4 * UNCERTAINTY
 
 # Numbers of dimensions of an array, or their lengths.
 Axes: TypeAlias = tuple[int, ...]
@@ -96,9 +100,9 @@ def _layout(
     unclipped = [i for i in range(len(shapes)) if i not in clipped]
     pairs = clipped.items()
     counts = [tuple([1 if a in axes else n for a, n in enumerate(shapes[i])]) for i, axes in pairs]
-    groups, times = [owners[i] for i in clipped], [*map(math.prod, counts)]
+    groups, times = tuple([owners[i] for i in clipped]), (*map(math.prod, counts),)
     others = [owners[i] for i in unclipped]
-    all_owners = Repeated([*groups, *others], [*times, *([1] * len(others))])
+    all_owners = Repeated((*groups, *others), (*times, *([1] * len(others))))
     return Layout(clipped, unclipped, counts, Repeated(groups, times), all_owners)
 
 
@@ -108,7 +112,8 @@ class SliceClipping(Transform):
 
     The limit is one for all slices; or one flat array with a limit for each, array by array, where
     the arrays are. `spans` holds the dims that the slices of each array span, where `dims` (see
-    `spanned`) does not hold for all arrays.
+    `spanned`) does not hold for all arrays. `exact_limit` gives limits of which these are not above
+    those, but up to twice `UNCERTAINTY` below.
     """
 
     dense = True
@@ -120,6 +125,7 @@ class SliceClipping(Transform):
     ord: Order = 2
     action: Action = SCALE_DOWN
     spans: Sequence[Axes] | None = None
+    exact_limit: Callable[[], Array] | None = None
 
     @cached_property
     def basis(self) -> Basis:
@@ -143,19 +149,18 @@ class SliceClipping(Transform):
         return self.layout([shape], [0], False).spans.get(0)
 
     def measure(
-        self, arrays: Arrays, layout: Layout, xp: Backend, ord: Order | None = None
+        self, arrays: Arrays, layout: Layout, xp: Backend, ord: Order, fast: bool = False
     ) -> Array:
         """Return the measures of all slices, flat; of arrays of which some are clipped."""
         some = [arrays[i] if len(arrays[i].shape) else arrays[i][None] for i in layout.spans]
-        axes = [*layout.spans.values()]
-        return slice_measures(some, axes, self.ord if ord is None else ord, xp)
+        return slice_measures(some, [*layout.spans.values()], ord, xp, fast)
 
     def step(self, gradient: Gradient, state: State) -> Outcome:
         """Clip one gradient; the record has the norm and limit of the worst slice of a group."""
         arrays, groups, xp = gradient.arrays, gradient.groups, gradient.xp
         shapes, number = [tuple(array.shape) for array in arrays], len(groups)
         layout = self.layout(shapes, groups.owners, is_cached=gradient.on_host)
-        parts = [self.measure(arrays, layout, xp)] if layout.spans else []
+        parts = [self.measure(arrays, layout, xp, self.ord, fast=True)] if layout.spans else []
         if layout.unclipped:
             # Other arrays are only checked for NaN and infinity.
             parts.append(xp.max_abs([arrays[i] for i in layout.unclipped]))
@@ -166,6 +171,11 @@ class SliceClipping(Transform):
             return Outcome([*arrays], state, zeros, zeros + math.inf, zeros > 0)
         norms, owners = parts[0], layout.owners
         limits = self.limit + 0.0 * norms
+        if gradient.on_host and self.ord == 2:
+            distances = abs(norms + self.action.eps - limits)
+            if (distances <= _CLOSE * limits).any():
+                norms = self.measure(arrays, layout, xp, 2)
+                limits = 0.0 * norms + (self.exact_limit() if self.exact_limit else self.limit)
         decision = self.action.decide(norms, limits, xp)
         outputs = arrays
         if not (gradient.on_host and not decision.is_scaled.any()):

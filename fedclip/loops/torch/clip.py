@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, wraps
-from operator import attrgetter, le, methodcaller
+from operator import attrgetter, le
 from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
@@ -211,7 +211,7 @@ def clip_grad_norm_(
     tensor(5.)
     """
     clipper = max_norm
-    if not isinstance(clipper, Clipper | AGC):
+    if not isinstance(clipper, (Clipper, AGC)):
         # Anything but a number may not be hashable, and is refused.
         make = _fixed if isinstance(clipper, int | float) else _fixed.__wrapped__
         clipper = make(clipper, norm_type, error_if_nonfinite)
@@ -224,19 +224,19 @@ def clip_grad_norm_(
         if not parameters:
             return _torchs_own((p for p in parameters), 1.0)
     named, outputs = selected(parameters, clipper)
-    gradients = [g for p in named.values() if (g := p.grad) is not None]
+    first = next((g for p in named.values() if (g := p.grad) is not None), None)
     record = clip_named(named, clipper, outputs)
-    if record is None:
+    if first is None or record is None:
         return torch.zeros(())
-    dtype = torch.promote_types(gradients[0].dtype, torch.float32)
+    dtype = first.dtype if first.dtype.itemsize > 2 else torch.float32
     if not isinstance(record.norms, torch.Tensor):
         return torch.scalar_tensor(float(record), dtype=dtype)
     norm: torch.Tensor = torch.linalg.vector_norm(record.norms).to(dtype)
-    if not are_sharded(gradients):
+    if not are_sharded(named.values()):
         return norm
     from fedclip.arrays.sharded import replicated
 
-    return replicated(norm, gradients)
+    return replicated(norm, named.values())
 
 
 # Typed, as True is equal to 1.
@@ -288,6 +288,8 @@ class _Selection(NamedTuple):
     user_names: list[object] | None
     ids: list[int]
     names: tuple[str, ...]
+    layers: list[type] | None
+    outputs: Outputs | None
 
 
 def selected(
@@ -308,11 +310,14 @@ def selected(
         tensors = pairs
     use: Any = getattr(clipper, "use", None)
     last: Any = None if use is None else use.selection
-    ids = [*map(id, tensors)]
-    # Freed tensors give their ids to others, which the clipper notes.
-    known = ids and last is not None and ids == last.ids == use.members.last
-    if known and names == last.user_names:
-        return dict(zip(last.names, tensors, strict=True)), None
+    ids, is_agc = [*map(id, tensors)], isinstance(clipper, AGC)
+    # Of AGC the layers of the model count too.
+    model = source if is_agc and isinstance(source, torch.nn.Module) else None
+    layers = None if model is None else [*map(type, model.modules())]
+    # Freed tensors give their ids to others, which the clipper notes if it learns.
+    known = ids and last is not None and ids == last.ids and (is_agc or ids == use.members.last)
+    if known and names == last.user_names and layers == last.layers:
+        return dict(zip(last.names, tensors, strict=True)), last.outputs
     clipper = clippers.check_clipper(clipper)
     parameters = named(source, clipper)
     clippers.check_free(clipper)
@@ -320,9 +325,10 @@ def selected(
     # Loops that make their tensors at each step have no Parameters.
     a_model = isinstance(next(iter(parameters.values()), None), torch.nn.Parameter)
     clippers.check_members(clipper, parameters, fixed=False, new_model=a_model)
-    # Of AGC the layers of the model count too, and one parameter may have several names.
-    if len(parameters) == len(ids) and not isinstance(clipper, AGC):
-        use_of(clipper).selection = _Selection(names, ids, tuple(parameters))
+    # One parameter may have several names.
+    if len(parameters) == len(ids):
+        selection = _Selection(names, ids, tuple(parameters), layers, outputs)
+        use_of(clipper).selection = selection
     return parameters, outputs
 
 
@@ -412,7 +418,7 @@ def _axes(name: str, layer: Any) -> Axes:
 # -- gradients that share memory -----------------------------------------------------------------
 # A change in place would change them twice. Views of one flat buffer, as DistributedDataParallel
 # makes them, lie side by side: these may stay.
-_start, _is_contiguous = methodcaller("data_ptr"), methodcaller("is_contiguous")
+_start, _is_contiguous = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
 _nbytes = attrgetter("nbytes")
 
 
