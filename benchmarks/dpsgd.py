@@ -151,6 +151,12 @@ MAKERS: dict[str, Callable[[str, int], Any]] = {
 }
 
 
+def exchanged(layer: Any, other: Any) -> Any:
+    """Return another layer, with the weights of the first."""
+    other.load_state_dict(layer.state_dict())
+    return other
+
+
 def opacus(model: Any, x: Any, y: Any, mode: str) -> Callable[[], Any]:
     """Return a step of one of Opacus' modes: the sum of the clipped gradients."""
     import torch
@@ -158,11 +164,12 @@ def opacus(model: Any, x: Any, y: Any, mode: str) -> Callable[[], Any]:
     from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 
     net = copy.deepcopy(model._raw_model.module)
+    # Opacus' hooks know its own LSTM and attention only.
     if isinstance(getattr(net, "mix", None), torch.nn.LSTM):
-        # Opacus' hooks know its LSTM only.
-        recurrent = layers.DPLSTM(64, 64, batch_first=True)
-        recurrent.load_state_dict(net.mix.state_dict())
-        net.mix = recurrent
+        net.mix = exchanged(net.mix, layers.DPLSTM(64, 64, batch_first=True))
+    for layer in getattr(getattr(net, "mix", None), "layers", ()):
+        attention = layers.DPMultiheadAttention(64, 4, batch_first=True)
+        layer.self_attn = exchanged(layer.self_attn, attention)
     inputs, targets = torch.from_numpy(x), torch.from_numpy(y)
     criterion = torch.nn.CrossEntropyLoss()
     if mode == "ghost":

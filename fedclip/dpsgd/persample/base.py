@@ -25,8 +25,8 @@ Positions: TypeAlias = Sequence[int] | NDArray[np.intp]
 Failed: TypeAlias = Callable[[int, BaseException], object]
 """Called with a record that is left out, and what it raised."""
 
-MOST = 1 << 21
-"""Words of 8 bytes that the gradients of records taken together may have: 16 MiB."""
+MOST = 1 << 22
+"""Words of 8 bytes that the gradients of records taken together may have: 32 MiB."""
 
 
 class UnsupportedModelError(ValueError):
@@ -47,7 +47,7 @@ def at_once(size: int, elements: int) -> int:
     """Return how many records to take together, each of which holds `elements` words.
 
     >>> at_once(128, 1000), at_once(128, 500_000), at_once(128, 100_000_000)
-    (128, 4, 1)
+    (128, 8, 1)
     """
     size = parameters.integer(1, micro_batch=size)
     return max(1, min(size, MOST // max(elements, 1)))

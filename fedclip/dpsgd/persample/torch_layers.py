@@ -25,6 +25,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any, Self, TypeAlias
 
 import torch
@@ -34,11 +35,15 @@ from torch.linalg import vecdot
 from torch.nn import functional
 from torch.nn import grad as gradients
 
-from fedclip.dpsgd.persample import torch_recurrent
-from fedclip.dpsgd.persample.torch_recurrent import Recurrent
+from fedclip.dpsgd.persample import torch_attention, torch_recurrent
+from fedclip.dpsgd.persample.base import Data
 
 Convolution: TypeAlias = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
+# How many numbers are brought to float64 at once on a CPU.
+_BLOCK = 1 << 16
+# Many positions, and the size of a gradient that is large.
+_MANY, _LARGE = 16, 1 << 17
 # Of what positions multiply to, how much float64 may lose where they cancel.
 _LOST = 2.0**-42
 # How much float32 may lose, and the lengths whose products neither overflow nor underflow in it.
@@ -75,14 +80,22 @@ class Rows(Part):
     rows: Tensor
 
     def squares(self) -> Tensor:
-        return self._flat().square().sum(1)
-
-    def _flat(self) -> Tensor:
-        # There may be no record, and a gradient may be a number.
-        return self.rows.reshape(len(self.rows), math.prod(self.rows.shape[1:])).double()
+        return torch.cat([vecdot(block, block) for block in map(Tensor.double, self._blocks())])
 
     def sum(self, factors: Tensor) -> Tensor:
-        return factors @ self._flat()
+        total, start = factors.new_zeros(math.prod(self.rows.shape[1:])), 0
+        for block in self._blocks():
+            total += factors[start : start + len(block)] @ block.double()
+            start += len(block)
+        return total
+
+    def _blocks(self) -> list[Tensor]:
+        """Return some records after the other: on a CPU, as many as its caches hold in float64."""
+        # There may be no record, and a gradient may be a number.
+        flat = self.rows[:, None].flatten(1)
+        together = _BLOCK // max(1, flat.shape[1]) if flat.device.type == "cpu" else len(flat)
+        starts = range(0, max(1, len(flat)), max(1, together))
+        return [flat[start : start + starts.step] for start in starts]
 
 
 @dataclass(frozen=True)
@@ -157,7 +170,9 @@ def _enlarged(first: Tensor, second: Tensor, lost: float) -> Tensor:
 
 def _products(a: Tensor, b: Tensor) -> Part:
     """Return what takes less: products of positions, or gradients."""
-    if _smaller(a.shape[1], a.shape[2] * b.shape[2]):
+    gradient, positions = a.shape[2] * b.shape[2], a.shape[1]
+    # Of many positions, float64 products take longer than gradients in float32, if these are small.
+    if _smaller(positions, gradient) and (positions < _MANY or gradient > _LARGE):
         return _pair(a, b)
     return Rows(_wide(b).mT @ _wide(a))
 
@@ -241,13 +256,19 @@ LAYERS: dict[type[nn.Module], Callable[..., Iterator[Part]]] = {
 }
 """Known layers, by their exact types."""
 
+RUN_HERE: dict[type[nn.Module], ModuleType] = {
+    **dict.fromkeys(torch_recurrent.RECURRENT, torch_recurrent),
+    nn.MultiheadAttention: torch_attention,
+}
+"""The files of layers with several weights, which run there, with one tap for all."""
+
 
 def takes(layer: nn.Module) -> bool:
     """Return whether a layer is one of these, and does nothing but what they do."""
     if "forward" in vars(layer):
         return False
-    if isinstance(layer, Recurrent):
-        return type(layer) in torch_recurrent.RECURRENT and torch_recurrent.supported(layer)
+    if file := RUN_HERE.get(type(layer)):
+        return bool(file.supported(layer))
     if type(layer) not in LAYERS or not {*layer._parameters} <= {"weight", "bias"}:
         return False
     if isinstance(layer, Convolution):
@@ -255,9 +276,14 @@ def takes(layer: nn.Module) -> bool:
     return not getattr(layer, "scale_grad_by_freq", False)
 
 
-def tap_of(layer: nn.Module, x: Tensor, out: Tensor) -> torch.Size | None:
-    """Return the shape of the tap: of what the layer puts out, or of its gates; None for none."""
-    return torch_recurrent.tap_shape(layer, x) if isinstance(layer, Recurrent) else out.shape
+def tap_of(
+    layer: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Data], out: Tensor
+) -> torch.Size | None:
+    """Return the shape of the tap of a layer that is called so; None if it cannot have one."""
+    if file := RUN_HERE.get(type(layer)):
+        shape: torch.Size | None = file.tap_shape(layer, args, kwargs)
+        return shape
+    return out.shape if len(args) == 1 and not kwargs else None
 
 
 def parts(layer: nn.Module, x: Any, out: Tensor) -> dict[str, Part]:
@@ -268,20 +294,14 @@ def parts(layer: nn.Module, x: Any, out: Tensor) -> dict[str, Part]:
     layer
         One that `takes`.
     x, out
-        What went into it, and the gradient of its tap, with the records as first axis. Of a
-        recurrent layer, `x` is what `torch_recurrent.run` has seen.
+        What went into it, and the gradient of its tap, with the records as first axis. Of one that
+        runs here, `x` is what `run` has seen.
     """
-    if isinstance(layer, Recurrent):
-        all_parts = _recurrent(layer, x, out)
+    if file := RUN_HERE.get(type(layer)):
+        all_parts = dict[str, Part]()
+        for weight, bias, a, b in file.sides(layer, x, out):
+            all_parts |= {weight: _products(a, b), bias: Rows(b.sum(1, dtype=torch.float64))}
     else:
         all_parts = dict(zip(("weight", "bias"), LAYERS[type(layer)](layer, x, out), strict=False))
-    trained = {n for n, p in layer._parameters.items() if p is not None and p.requires_grad}
+    trained = {n for n, p in layer.named_parameters() if p.requires_grad}
     return {name: part for name, part in all_parts.items() if name in trained}
-
-
-def _recurrent(layer: Recurrent, seen: tuple[Tensor, ...], taps: Tensor) -> dict[str, Part]:
-    result: dict[str, Part] = {}
-    for name, a, b in torch_recurrent.sides(layer, seen, taps):
-        result[f"weight_{name}"] = _products(a, b)
-        result[f"bias_{name}"] = Rows(b.sum(1, dtype=torch.float64))
-    return result

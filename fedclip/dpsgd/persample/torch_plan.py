@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedclip.dpsgd.persample.base import Data
-from fedclip.dpsgd.persample.torch_layers import parts, takes, tap_of
-from fedclip.dpsgd.persample.torch_recurrent import Recurrent, made_up
+from fedclip.dpsgd.persample.torch_layers import RUN_HERE, parts, takes, tap_of
 
 Args: TypeAlias = tuple[Tensor, ...]
 Run: TypeAlias = Callable[[Args], Data]
@@ -75,7 +74,7 @@ def plan_of(model: Model, record: Callable[[], Data], leaves: list[Tensor], whol
     plans = _PLANS.setdefault(module, {})
     if key not in plans:
         known = {} if whole else _known_layers(model, record())
-        inside = {full(n, p) for n in known for p in module.get_submodule(n)._parameters}
+        inside = {full(n, p) for n in known for p, _ in module.get_submodule(n).named_parameters()}
         others = tuple(n for n in weights if n not in inside)
         held = sum(weights[n].numel() * weights[n].element_size() // 8 for n in others)
         held += sum(entry[-1] for entry in known.values())
@@ -91,8 +90,8 @@ def _known_layers(model: Model, record: Data) -> dict[str, tuple[torch.Size, tor
         name: layer
         for name, layer in module.named_modules()
         if takes(layer)
-        and any(p is not None and p.requires_grad for p in layer._parameters.values())
-        and all(p is None or owners[id(p)] == 1 for p in layer._parameters.values())
+        and any(p.requires_grad for p in layer.parameters())
+        and all(owners[id(p)] == 1 for p in layer.parameters())
     }
     seen: dict[str, list[tuple[Args, Kwargs, Data]]] = {name: [] for name in known}
     inside = [False]
@@ -102,7 +101,7 @@ def _known_layers(model: Model, record: Data) -> dict[str, tuple[torch.Size, tor
             return None
         seen[name].append((args, kwargs, out))
         inside[0] = True
-        constants = {n: p.detach() for n, p in layer._parameters.items() if p is not None}
+        constants = {n: p.detach() for n, p in layer.named_parameters()}
         output = functional_call(layer, constants, args, kwargs)
         inside[0] = False
         return output
@@ -123,12 +122,12 @@ def _known_layers(model: Model, record: Data) -> dict[str, tuple[torch.Size, tor
         calls = seen[name]
         if len(calls) == 1 and not any(id(p) in besides for p in layer.parameters()):
             args, kwargs, out = calls[0]
-            shape = tap_of(layer, args[0], out) if len(args) == 1 and not kwargs else None
+            shape = tap_of(layer, args, kwargs, out)
             if shape is not None:
                 x, tap = args[0].detach(), out
                 seen_of_one: Data = x[None]
-                if isinstance(layer, Recurrent):
-                    seen_of_one, tap = made_up(layer, x), x.new_zeros(shape)
+                if file := RUN_HERE.get(type(layer)):
+                    seen_of_one, tap = file.made_up(layer, x), x.new_zeros(shape)
                 held = parts(layer, seen_of_one, tap.detach()[None]).values()
                 size = sum(part.numbers() for part in held)
                 result[name] = (shape, tap.dtype, size)

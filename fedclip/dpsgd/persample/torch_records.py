@@ -30,10 +30,8 @@ from torch.func import functional_call, vmap
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
 from fedclip.dpsgd.persample.base import Data, Float64, Host, UnsupportedModelError, at_once
-from fedclip.dpsgd.persample.torch_layers import Part, Rows, parts, tap_of
+from fedclip.dpsgd.persample.torch_layers import RUN_HERE, Part, Rows, parts, tap_of
 from fedclip.dpsgd.persample.torch_plan import Loss, Model, Plan, Tensors, full, plan_of
-from fedclip.dpsgd.persample.torch_recurrent import Recurrent
-from fedclip.dpsgd.persample.torch_recurrent import run as run_recurrent
 
 # Records taken together are filled up to a multiple of this.
 _SIZES = 32
@@ -84,6 +82,8 @@ def record_parts(
 
     plan = plan_of(model, partial(of, 0), leaves, whole)
     together = at_once(size, plan.elements)
+    # Full stacks need no filling up.
+    together -= together % _SIZES if together > _SIZES else 0
     many = len(leaves[0])
     for start in range(0, many, together):
         count = min(together, many - start)
@@ -129,16 +129,16 @@ def _together(model: Model, plan: Plan, leaves: list[Tensor], tree: TreeSpec) ->
             came[name] = args[0]
             return tapped
 
-        def step(name: str, layer: Recurrent, *args: Tensor) -> Data:
-            shape = tap_of(layer, args[0], args[0]) if len(args) == 1 else None
-            out, came[name] = run_recurrent(layer, tap_at(name, shape), args[0])
+        def step(name: str, layer: nn.Module, *args: Tensor, **kwargs: Data) -> Data:
+            tap_here = tap_at(name, tap_of(layer, args, kwargs, own_taps[name]))
+            out, came[name] = RUN_HERE[type(layer)].run(layer, tap_here, args[0])
             return out
 
         instead = {**own_copies, **model.buffers}
         run = partial(functional_call, module, instead) if instead else lambda args: module(*args)
         with ExitStack() as hooks:
             for name, layer in layers.items():
-                if isinstance(layer, Recurrent):
+                if type(layer) in RUN_HERE:
                     vars(layer)["forward"] = partial(step, name, layer)
                     hooks.callback(vars(layer).pop, "forward")
                     continue

@@ -14,7 +14,7 @@ through a step together, outside of `vmap`, which would take several times as lo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import torch
@@ -34,8 +34,13 @@ def supported(layer: Recurrent) -> bool:
     return not layer.proj_size and {*layer._parameters} == {*layer._flat_weights_names}
 
 
-def tap_shape(layer: Recurrent, x: Data) -> torch.Size | None:
+def tap_shape(
+    layer: Recurrent, args: tuple[Tensor, ...], kwargs: dict[str, Data]
+) -> torch.Size | None:
     """Return the shape of the tap for one record; None for inputs that are not one sequence."""
+    if len(args) != 1 or kwargs:
+        return None
+    x = args[0]
     if not isinstance(x, Tensor) or (x.dim() == 3 and x.shape[1 - bool(layer.batch_first)] != 1):
         return None
     gates, taps = RECURRENT[type(layer)]
@@ -46,7 +51,7 @@ def tap_shape(layer: Recurrent, x: Data) -> torch.Size | None:
 def run(layer: Recurrent, tap: Tensor, x: Tensor) -> tuple[Any, tuple[Tensor, ...]]:
     """Return what the layer puts out for a record, and its inputs and states at all steps."""
     sequence = x.reshape(-1, x.shape[-1])
-    output, hidden, cell, *seen = _Recurrent.apply(layer, tap, sequence)  # type: ignore[no-untyped-call]
+    output, hidden, cell, *seen = outside_vmap(_all_layers, layer, tap, sequence)
     states = [hidden, cell][: 1 + isinstance(layer, nn.LSTM)]
     if x.dim() == 3:
         output = output.unsqueeze(0 if layer.batch_first else 1)
@@ -65,11 +70,11 @@ def made_up(layer: Recurrent, x: Tensor) -> tuple[Tensor, ...]:
 
 def sides(
     layer: Recurrent, seen: tuple[Tensor, ...], taps: Tensor
-) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield for each weight its name, what it multiplied, and the gradient of the product."""
+) -> Iterator[tuple[str, str, Tensor, Tensor]]:
+    """Yield names of weight and bias, what the weight multiplied, and the product's gradient."""
     for i, name in enumerate(_names(layer)):
-        yield f"ih_{name}", seen[2 * i], taps[:, i, 0]
-        yield f"hh_{name}", seen[2 * i + 1], taps[:, i, -1]
+        yield f"weight_ih_{name}", f"bias_ih_{name}", seen[2 * i], taps[:, i, 0]
+        yield f"weight_hh_{name}", f"bias_hh_{name}", seen[2 * i + 1], taps[:, i, -1]
 
 
 def _names(layer: Recurrent) -> list[str]:
@@ -77,11 +82,18 @@ def _names(layer: Recurrent) -> list[str]:
     return [f"l{i}{end}" for i in range(layer.num_layers) for end in ends]
 
 
-class _Recurrent(torch.autograd.Function):
+def outside_vmap(
+    function: Callable[..., tuple[Tensor, ...]], layer: nn.Module, tap: Tensor, x: Tensor
+) -> Any:
+    """Call `function(layer, tap, x)` on all records together, from within `vmap`."""
+    return _Outside.apply(function, layer, tap, x)  # type: ignore[no-untyped-call]
+
+
+class _Outside(torch.autograd.Function):
     """Takes records out of `vmap`; autograd follows the operations on all of them."""
 
     @staticmethod
-    def forward(layer: Recurrent, tap: Tensor, x: Tensor) -> Any:
+    def forward(function: Any, layer: nn.Module, tap: Tensor, x: Tensor) -> Any:
         raise RuntimeError("this is for use in vmap")
 
     @staticmethod
@@ -89,10 +101,12 @@ class _Recurrent(torch.autograd.Function):
         pass
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, layer: Recurrent, tap: Tensor, x: Tensor) -> Any:
-        shared = in_dims[2] is None
-        x = x.expand(info.batch_size, *x.shape) if shared else x.movedim(in_dims[2], 0)
-        outputs = _all_layers(layer, tap.movedim(in_dims[1], 0), x)
+    def vmap(
+        info: Any, in_dims: Any, function: Any, layer: nn.Module, tap: Tensor, x: Tensor
+    ) -> Any:
+        shared = in_dims[3] is None
+        x = x.expand(info.batch_size, *x.shape) if shared else x.movedim(in_dims[3], 0)
+        outputs = function(layer, tap.movedim(in_dims[2], 0), x)
         return outputs, (0,) * len(outputs)
 
 

@@ -113,6 +113,18 @@ def recurrent(kind: Any, packed: bool = False, folded: bool = False, **settings:
     return calls(call, layer=layer)
 
 
+def attention(*masks: Any, called: Any = None, **settings: Any) -> Any:
+    """Return a module of one attention layer, whose positions come first where settings say so."""
+    layer = nn.MultiheadAttention(6, 2, **settings)
+    called = {"need_weights": False} if called is None else called
+
+    def call(net: Any, x: Any) -> Any:
+        x = x if layer.batch_first else x.transpose(0, 1)
+        return net.layer(x, x, x, *masks, **called)[0].mean(1 - layer.batch_first)
+
+    return calls(call, layer=layer)
+
+
 # Module, shape of a record, layers that are taken apart.
 MODULES: dict[str, tuple[Callable[[], Any], Any, int]] = {
     "linear": (lambda: nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2)), (6,), 2),
@@ -148,7 +160,19 @@ MODULES: dict[str, tuple[Callable[[], Any], Any, int]] = {
         (6,),
         1,
     ),
-    "encoder": (encoder, 7, 10),
+    "encoder": (encoder, 7, 12),
+    "attention": (partial(attention, batch_first=True), (5, 6), 1),
+    "attention, many positions": (partial(attention, bias=False), (20, 6), 1),
+    "attention, unknown": (partial(attention, add_zero_attn=True, batch_first=True), (5, 6), 0),
+    "attention's weights": (partial(attention, called={}, batch_first=True), (5, 6), 0),
+    "masked": (
+        partial(
+            *(attention, torch.tensor([[False, False, True, False, True]])),
+            called={"need_weights": False},
+            batch_first=True,
+        ),
+        *((5, 6), 0),
+    ),
     "two inputs": (
         lambda: calls(
             lambda net, x, y: net.a(x).mean(1) + net.b(y), a=nn.Embedding(11, 6), b=nn.Linear(4, 6)
