@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import multiprocessing
 import shutil
 from pathlib import Path
@@ -12,11 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from declearn.main import FederatedServer
-from declearn.main.config import FLOptimConfig, FLRunConfig
 from declearn.messaging import Error, InitReply, PrivacyReply, PrivacyRequest, TrainReply
 from declearn.secagg.utils import IdentityKeys
-from helpers import PATIENCE, free_port, require
+from federation_runs import complete
+from helpers import PATIENCE, require
 from hostile_server import C, D, attack, data, init, leaks, model, policy, train
 
 import fedclip
@@ -25,7 +23,6 @@ from fedclip.privacy import ledger as ledgers
 from fedclip.privacy.ledger import Ledger
 from fedclip.site.gate import REFUSED
 
-pytest.importorskip("websockets")
 CLIPPED = fedclip.ClippedAveraging()
 BOUND = {"update-clip": UpdateClipBound(1e9)}
 
@@ -140,39 +137,23 @@ def test_dp_sgd_goes_beside_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Argument 'logger' is deprecated")
 def test_a_federation_runs_with_a_site_that_has_a_policy(tmp_path: Path) -> None:
-    port = free_port()
-    server = FederatedServer(
-        model(),
-        {"protocol": "websockets", "host": "127.0.0.1", "port": port},
-        FLOptimConfig.from_params(
-            aggregator={"name": "averaging", "steps_weighted": False},
-            client_opt=1e-3,
-            server_opt=1.0,
-        ),
+    optim = {
+        "aggregator": {"name": "averaging", "steps_weighted": False},
+        "client_opt": 1e-3,
+        "server_opt": 1.0,
+    }
+    policies = [policy(tmp_path), None]
+    complete(
+        tmp_path,
+        clients=2,
+        model=(trained := model()),
+        optim=optim,
+        kind="PersonalFederatedClient",
+        data=lambda i, _: {"train_data": data(), "policy": policies[i]},
+        run={"rounds": 2},
     )
-    address = {"protocol": "websockets", "server_uri": f"ws://127.0.0.1:{port}"}
-    clients = [
-        fedclip.PersonalFederatedClient(
-            {**address, "name": f"site-{i}"}, data(), policy=file, verbose=False
-        )
-        for i, file in enumerate([policy(tmp_path), None])
-    ]
-    settings = FLRunConfig.from_params(
-        rounds=2,
-        register={"min_clients": 2, "max_clients": 2, "timeout": 60},
-        training={"batch_size": 8},
-        evaluate={"batch_size": 8},
-    )
-
-    async def run() -> None:
-        nodes = [server.async_run(settings), *(c.async_run() for c in clients)]
-        await asyncio.wait_for(asyncio.gather(*nodes), PATIENCE)
-
-    before = server.model.get_weights()
-    asyncio.run(run())
-    assert server.model.get_weights() != before
+    assert trained.get_weights() != model().get_weights()
 
 
 # -- what it can not force, as the docs say ----------------------------------------------------
