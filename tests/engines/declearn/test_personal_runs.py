@@ -45,8 +45,11 @@ def settings(model: Any, optim: dict[str, Any], **more: Any) -> dict[str, Any]:
         "optim": optim,
         "protocol": "fedclip-websockets",
         "kind": "PersonalFederatedClient",
-        "checkpoint": "saved",
-        "data": lambda i, _: {"train_data": data(i), "valid_data": data(i + 10)},
+        "data": lambda i, _: {
+            "train_data": data(i),
+            "valid_data": data(i + 10),
+            "checkpoint": f"saved_client_{i}",
+        },
         **more,
         "run": {
             "rounds": 2,

@@ -324,3 +324,28 @@ def test_what_is_elsewhere_is_found(line: str, hint: str) -> None:
     with pytest.raises(AttributeError, match=hint):
         exec(line, {"fedclip": fedclip})
     assert not hasattr(fedclip, "torch")
+
+
+# All rooms but those that know frameworks or engines; `report`, too, reads files only.
+ROOMS = (
+    *("clippers", "core", "errors", "privacy", "report", "rules", "site", "statistics"),
+    *("transforms", "translate", "updates"),
+)
+
+CODE = """
+import importlib, sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("declearn", "torch", "tensorflow", "jax", "sklearn"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, Refuse())
+"""
+
+
+def test_every_file_of_the_core_is_imported_without_declearn() -> None:
+    package = Path(fedclip.__file__).parent
+    files = [file.relative_to(package.parent).with_suffix("") for file in package.rglob("*.py")]
+    names = sorted({".".join(file.parts).removesuffix(".__init__") for file in files})
+    names = [name for name in names if name.split(".")[1:2] and name.split(".")[1] in ROOMS]
+    code = f"{CODE}\nfor name in {names!r}:\n    importlib.import_module(name)"
+    python(code, "nothing", options=["-W", "error"])
