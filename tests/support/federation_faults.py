@@ -96,9 +96,6 @@ def show(network: Any, message_name: str, faults: str | list[str], first: int) -
             await network._socket.recv()
             await network._socket.send(b"0" * 1000)
             os.kill(os.getpid(), signal.SIGKILL)
-        if what == "error, and never reads":
-            await send(Send(Error("the disk of site B is full").serialize()).serialize())
-            os.kill(os.getpid(), signal.SIGSTOP)
         if what == "late":
             await server_says("no answer from")
             await honest(message)

@@ -99,7 +99,7 @@ class Together(Run):
         try:
             with without_sockets(), contextlib.chdir(folder), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                asyncio.run(asyncio.wait_for(self._run(), 20))
+                asyncio.run(asyncio.wait_for(self._run(), PATIENCE))
         finally:
             root.removeHandler(handler)
             for name, level in levels.items():

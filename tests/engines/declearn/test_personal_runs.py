@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from declearn.messaging import TrainReply
-from federation_runs import N, Together, complete
+from federation_runs import N, complete
 from helpers import require
 from personal_runs import HEAD, client, data, linear, made, manager, torch_model, weights
 
@@ -88,21 +88,6 @@ def test_a_federation_sends_no_name_and_no_value_of_own_layers(
         assert not any(name.encode() in text for name in own)
         for head in heads:
             assert not any(value in text for value in head if len(value) >= 8)
-
-
-def test_a_federation_ends_before_a_step_if_its_server_shares_a_clients_layers(
-    tmp_path: Path,
-) -> None:
-    require("torch")
-    optim, more = {"client_opt": 0.1, "aggregator": "averaging"}, {"personal": ["head.*"]}
-    run = Together(tmp_path, **settings(torch_model(), optim, client=more))
-    assert "Initialization failed" in str(run.errors["server"])
-    for name in run.names[1:]:
-        assert "shares 'module.head.bias', 'module.head.weight', which this client" in run.said(
-            name
-        )
-    assert len(run.errors) == 1 + N
-    assert not any(isinstance(message, TrainReply) for message, _ in run.sent)
 
 
 def test_private_clients_keep_own_layers_which_have_noise_too(tmp_path: Path) -> None:
