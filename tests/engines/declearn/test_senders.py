@@ -100,7 +100,7 @@ def votes(within: int = 1) -> UpdateClipVotes:
 
 SENT: dict[str, tuple[Any, str]] = {
     "a string for votes": ({"update-clip": "votes"}, "no proper vote"),
-    "counts in the place of votes": (
+    "counts for votes": (
         {"update-clip": FedclipSharedCounts(1, [0])},
         "no proper vote",
     ),
