@@ -110,20 +110,14 @@ def test_own_noise_goes_with_plain_averages_and_votes_of_it_do_not_leave(
     assert not attack(asked, file).updates
 
 
-def test_a_ledger_of_records_is_none_of_a_site(tmp_path: Path) -> None:
+def test_a_ledger_of_records_and_secure_aggregation_are_refused(tmp_path: Path) -> None:
     Ledger(9.0, 1e-5, tmp_path / "spent.json", data="9 records")
     with pytest.raises(ValueError, match="is a ledger of records"):
-        fedclip.PersonalFederatedClient(OFFLINE, data(), policy=budget(tmp_path))
-
-
-OFFLINE = {"protocol": "websockets", "server_uri": "ws://127.0.0.1:1", "name": "c"}
-
-
-def test_secure_aggregation_is_refused(tmp_path: Path) -> None:
+        attack([], budget(tmp_path))
     key = Ed25519PrivateKey.generate()
     keys = {"secagg_type": "masking", "id_keys": IdentityKeys(key, [key.public_key()])}
     with pytest.raises(ValueError, match="secagg hides what leaves"):
-        fedclip.PersonalFederatedClient(OFFLINE, data(), secagg=keys, policy=policy(tmp_path))
+        attack([], policy(tmp_path), secagg=keys)
 
 
 # -- with others that do what they should ------------------------------------------------------

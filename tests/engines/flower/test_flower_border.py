@@ -155,7 +155,9 @@ def test_nothing_leaves_but_what_the_policy_says(name: str) -> None:
     assert reply.metadata.message_type == kind
     if reply.has_error():
         assert refusal(link) == REFUSAL
+        assert name not in ("honest", "record-names")
         return
+    assert name != "names"
     records = plain(reply)
     assert set(records) <= {"arrays", "metrics"}
     assert set(records.get("metrics", {})) <= {"num-examples"}
@@ -163,19 +165,10 @@ def test_nothing_leaves_but_what_the_policy_says(name: str) -> None:
     if "arrays" in records:
         assert norm(records["arrays"]) <= 0.5 * (1 + 1e-6)
         assert records["arrays"]["steps"] == MODEL["steps"]
-
-
-@pytest.mark.parametrize(
-    ("name", "leaving"), [("honest", True), ("record-names", True), ("names", False)]
-)
-def test_an_honest_update_leaves_as_it_is(name: str, leaving: bool) -> None:
-    (reply,) = exchanged(asked(), attacking(name)).replies
-    assert reply.has_content() == leaving
-    if leaving:
-        wanted = ATTACKS[name](MODEL).array_records.values()
-        np.testing.assert_array_equal(
-            reply.content["arrays"]["w"].numpy(), next(iter(wanted))["w"].numpy()
-        )
+    if name in ("honest", "record-names"):
+        # An honest update leaves as it is.
+        wanted = next(iter(ATTACKS[name](MODEL).array_records.values()))
+        np.testing.assert_array_equal(records["arrays"]["w"], wanted["w"].numpy())
 
 
 REFUSAL = Error(6, "refused by this site, whose log says why")
