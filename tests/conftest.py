@@ -21,7 +21,7 @@ ALL = ("numpy", "torch", "tensorflow", "jax")
 # Files whose tests take up to minutes: first, so that no process is left with one at the end.
 LONG = re.compile(
     "test_(wheel|examples|adapter_keras|federated|tune|registration|declearn_suite"
-    "|adapter_torch_sharded|adapter_jax_loops)"
+    "|adapter_processes|adapter_jax_loops)"
 )
 SLOW = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow", re.MULTILINE)
 # Files whose packages take seconds to import, by the framework that they need, or as slow.
@@ -53,15 +53,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Documented(config))
     # Doctests import the files that they are in.
     chosen = config.getoption("--backends").split(",")
-    left_out = [*(name for name in ALL if name not in chosen), *(["slow"] if quick(config) else [])]
-    config.option.ignore_glob = [
-        *(config.option.ignore_glob or []),
-        *(
-            str(config.rootpath / "fedclip" / "*" / f"{file}.py")
-            for name in left_out
-            for file in IMPORTING.get(name, [name])
-        ),
-    ]
+    left_out = {*ALL, "slow"} - {*chosen, *([] if quick(config) else ["slow"])}
+    files = [file for name in left_out for file in IMPORTING.get(name, [name])]
+    globs = [str(config.rootpath / "fedclip" / "*" / f"{file}.py") for file in files]
+    config.option.ignore_glob = [*(config.option.ignore_glob or []), *globs]
 
 
 class Documented:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from declearn.utils.serialize import msgpack_load
 from helpers import free_port
+from memory import without_sockets
 from quickruns import write_config, write_sites
 from report_runs import call
 
@@ -53,7 +54,8 @@ def test_a_run_over_the_network_has_the_same_bounds_losses_model_and_records(
                 "from fedclip import PersonalModel\nmodel = PersonalModel(model, 'intercept')\n"
             )
     federation = Federation(file)
-    asyncio.run(federation.run(seed=5))
+    with without_sockets():
+        asyncio.run(federation.run(seed=5))
     there = read_report(federation.results)
     here = read_report(run(file, 5).results)
     for site in "abc":

@@ -1,12 +1,10 @@
 """JAX as it is used: donated states, meshes, shard_map, schedules, pytrees."""
 
-import os
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers import ended, require
+from helpers import require
 
 jax = require("jax")
 optax = require("optax")
@@ -170,22 +168,6 @@ def test_accumulated_steps_are_clipped_once():
         expected, expected_state = inner.update(mean, expected_state, PARAMS)
         close(found, expected, 1e-5)
     assert metrics(clipper, state, PARAMS)["round/steps"] == 2
-
-
-# -- several devices --------------------------------------------------------------------------
-@pytest.mark.slow
-def test_meshes_and_shard_map_do_what_one_device_does():
-    result = ended(
-        Path(__file__).with_name("jax_devices.py"),
-        env={
-            **os.environ,
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-            "JAX_PLATFORMS": "cpu",
-            # What is spread over devices is the same with and without; it compiles in less time.
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
-        },
-    )
-    assert result.stdout.splitlines()[-1] == "all as on one device"
 
 
 # -- what is refused ---------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import warnings
 
 import numpy as np
 import pytest
-from helpers import ended, hiding, require
+from helpers import require
 
 keras = require("keras")
 require("tensorflow")
@@ -252,79 +252,6 @@ def test_models_resume_bit_for_bit(how, clipper, tmp_path):
     fit(again)
     for a, b in zip(net.get_weights(), again.get_weights(), strict=True):
         assert np.array_equal(a, b)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not ON_TENSORFLOW, reason="started from the run on TensorFlow")
-@pytest.mark.parametrize(
-    ("backend", "resumed"), [("jax", "pickle"), ("torch", "save or clipvalue")]
-)
-def test_the_same_on_other_backends(backend, resumed):
-    require(backend)
-    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-n0", "-m", ""]
-    # Where fedclip or Keras does something else on each: steps, fit, variables.
-    parts = f"fit_does or accumulated or history or {resumed}"
-    ended(
-        *(*command, "-k", parts, __file__),
-        # What Keras calls is the same with and without; it compiles in less time.
-        env={
-            **hiding(*(["torch"] if backend == "jax" else ["jax", "haiku", "optax"])),
-            "KERAS_BACKEND": backend,
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
-        },
-    )
-
-
-MIRRORED = """
-import json, sys
-import tensorflow as tf
-(cpu,) = tf.config.list_physical_devices("CPU")
-tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
-import keras, numpy as np
-from fedclip import AGC, Centralize, EmaValueClip, NormClip, ValueClip, ZScoreClip
-from fedclip.loops.keras import ClippedOptimizer
-
-def run(strategy, make):
-    keras.utils.set_random_seed(0)
-    with strategy.scope():
-        net = keras.Sequential([keras.layers.Input((5,)), keras.layers.Dense(4)])
-        net.compile(make(), "mse")
-    rng = np.random.default_rng(0)
-    x = rng.standard_normal((64, 5)).astype("float32")
-    net.fit(x, 3 * x[:, :4], epochs=2, batch_size=32, shuffle=False, verbose=0)
-    return net
-
-SGD, Scaled = keras.optimizers.SGD, keras.optimizers.LossScaleOptimizer
-makers = {
-    "z-score": lambda: ClippedOptimizer(SGD(0.1), ZScoreClip(warmup=1, scope="tensor")),
-    "agc": lambda: ClippedOptimizer(SGD(0.1), AGC(0.01)),
-    "scaled": lambda: Scaled(ClippedOptimizer(SGD(0.1), NormClip(0.1))),
-    "keras": lambda: SGD(0.1, global_clipnorm=0.1),
-}
-# Outside of fit: a gradient whose tensors lie on two devices.
-gradient = {}
-for place, value in enumerate((3.0, 4.0)):
-    with tf.device(f"CPU:{place}"):
-        gradient[str(place)] = tf.constant([value])
-for clipper in (ZScoreClip(), ValueClip(), EmaValueClip(), Centralize()):
-    clipper.clip(gradient)
-np.testing.assert_allclose([*NormClip(1.0).clip(gradient).values()], [[0.6], [0.8]], rtol=1e-5)
-two = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-for name, make in makers.items():
-    one, both = (run(s, make).get_weights() for s in (tf.distribute.get_strategy(), two))
-    print(name, max(float(np.abs(a - b).max()) for a, b in zip(one, both)), sep="=")
-"""
-
-
-@only_tensorflow
-@pytest.mark.slow
-def test_two_replicas_clip_the_sum_of_their_gradients_as_one_would():
-    said = ended("-c", MIRRORED).stdout.splitlines()
-    found = dict(line.split("=") for line in said if "=" in line)
-    # Keras' own clip is of each replica's part, which changes the step by more than a tenth.
-    assert float(found.pop("keras")) > 1e-3
-    assert len(found) == 3
-    assert all(float(difference) < 1e-6 for difference in found.values()), found
 
 
 def test_the_optimizer_inside_does_not_step_before_the_clipper_is_built():

@@ -3,15 +3,12 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers import PATIENCE, require
+from helpers import require
 
 torch = require("torch")
 transformers = pytest.importorskip("transformers")
@@ -175,28 +172,6 @@ def test_a_run_that_is_resumed_ends_as_one_that_was_not(tmp_path: Path, by_train
         for trainer in (resumed, whole)
     )
     assert next(both) == next(both)
-
-
-# -- processes -----------------------------------------------------------------------------------
-def test_two_processes_train_what_one_does(tmp_path: Path) -> None:
-    from loops.transformers_processes import trained
-
-    if not torch.distributed.is_gloo_available():
-        pytest.skip("needs gloo")
-    script = str(Path(__file__).with_name("transformers_processes.py"))
-    spread = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [sys.executable, *spread, script, str(tmp_path)]
-    subprocess.run(command, timeout=PATIENCE, check=True, capture_output=True)
-    runs, others = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
-    assert runs == others
-    model, clipper = trained(str(tmp_path))
-    for kind, run in runs.items():
-        assert run["sharded"] == ("sharded" in kind)
-        for found, expected in zip(run["weights"], model.parameters(), strict=True):
-            np.testing.assert_allclose(found, expected.detach().flatten(), rtol=1e-4, atol=1e-6)
-        assert run["state"]["all"] == pytest.approx(clipper.get_state()["groups"]["all"], rel=1e-4)
-        # The spike, and the step after it.
-        assert run["clipped"] == clipper.rounds[-1].clipped == 2
 
 
 def test_a_clipper_acts_in_one_trainer_at_a_time(tmp_path: Path) -> None:

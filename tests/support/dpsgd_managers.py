@@ -18,12 +18,12 @@ from declearn.messaging import (
     InitRequest,
     MetadataQuery,
     PrivacyRequest,
-    SerializedMessage,
     TrainRequest,
 )
 from declearn.metrics import MetricSet
 from declearn.model.sklearn import SklearnSGDModel
 from declearn.optimizer import Optimizer
+from hostile_server import Wire
 
 import fedclip
 from fedclip.dpsgd.step import IndependentNoise
@@ -99,31 +99,11 @@ class Silent(IndependentNoise):
         return dict(sums)
 
 
-class Wire:
-    """Takes the place of a client's end of a connection."""
-
-    def __init__(self) -> None:
-        self.sent: list[Any] = []
-        self.asked: list[Any] = []
-
-    async def recv_message(self) -> Any:
-        return SerializedMessage.from_bin_message(self.asked.pop(0).serialize())
-
-    async def send_message(self, message: Any) -> None:
-        self.sent.append(message)
-
-
-NETWORK = {"protocol": "websockets", "server_uri": "ws://localhost:8765", "name": "a"}
-
-
 def client(**settings: Any) -> Any:
-    pytest.importorskip("websockets")
     known: dict[str, Any] = {"train_data": data(), "valid_data": data(seed=1), "verbose": False}
     if "checkpoint" not in settings:
         known["ledger"] = Path(tempfile.mkdtemp()) / "spent.json"
-    made: Any = fedclip.PrivateFederatedClient(NETWORK, **{**known, **settings})
-    made.netwk = Wire()
-    return made
+    return fedclip.PrivateFederatedClient(Wire(), **{**known, **settings})
 
 
 def private(source: Dataset, net: Any = None, valid: Any = None, modules: Any = ()) -> Any:
@@ -169,17 +149,17 @@ def conversation(kind: str, folder: Path) -> list[Any]:
         valid = wire.dataset(kinds[1], wire.N - 1, expose_data_type=True)
         settings = {"train_data": wire.dataset(kinds[0]), "valid_data": valid}
         made = client(**settings, checkpoint=str(folder / kind))
-        made.netwk.asked = [
+        made.netwk.left = [
             MetadataQuery(["n_samples", "features_shape", "data_type"]),
             InitRequest(model, optim, AveragingAggregator(), metrics, dpsgd=True),
             request(budget=(50.0, 1e-3), rounds=2, **of_round),
         ]
         asyncio.run(made.initialize())
         for i in (1, 2):
-            made.netwk.asked = [
+            made.netwk.left = [
                 train(round_i=i, weights=weights, **of_round),
                 EvaluationRequest(i, weights, {"batch_size": 20}, None, None),
             ]
             for _ in range(2):
                 asyncio.run(made.handle_message(asyncio.run(made.netwk.recv_message())))
-    return list(made.netwk.sent)
+    return made.netwk.messages

@@ -7,17 +7,18 @@ what is said instead of sending it; a list of what to do is for as many messages
 from __future__ import annotations
 
 import asyncio
-import json
 import os
+import random
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
+import federation_liars
 import msgpack
-from declearn.communication.api import NetworkClient
 from declearn.communication.api.backend.actions import Send
 from declearn.messaging import Error, EvaluationReply, InitReply, Message
+
+_RANDOM = random.Random(2)
 
 
 def content(what: str, message: Any) -> bytes:
@@ -32,8 +33,9 @@ def content(what: str, message: Any) -> bytes:
         return bytes(other.serialize())
     if what == "an error":
         return Error("the disk of site B is full").serialize()
-    if what.startswith("steps="):
-        message.updates.weights = json.loads(what.removeprefix("steps="))
+    if what == "anything":
+        federation_liars.SHAPES = dict(message.updates.updates.shapes())
+        return federation_liars.forge(_RANDOM, message)
     if what == "text for a tensor":
         return bytes(header(message) + msgpack.packb(texts(msgpack.unpackb(payload(message)))))
     if what == "nested":
@@ -77,43 +79,36 @@ async def server_says(text: str) -> None:
         await asyncio.sleep(0.02)
 
 
-def show(message_name: str, faults: str | list[str], first: int) -> None:
-    """Show a fault in this process, from now on; or one after the other."""
-    honest = NetworkClient.send_message
+def show(network: Any, message_name: str, faults: str | list[str], first: int) -> None:
+    """Show a fault at a client's end of a connection, from now on; or one after the other."""
+    honest, send = network.send_message, network._send_message
     left = [*[""] * (first - 1), *([faults] * 1000 if isinstance(faults, str) else faults)]
 
-    async def sending(self: Any, message: Message) -> None:
+    async def sending(message: Message) -> None:
         what = left.pop(0) if type(message).__name__ == message_name and left else ""
         if not what:
-            await honest(self, message)
+            await honest(message)
             return
         if what == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        if what == "end":
-            sys.exit(3)
         if what == "killed while it sends":
-            await self._socket.send(b"STREAM_START")
-            await self._socket.recv()
-            await self._socket.send(b"0" * 1000)
+            await network._socket.send(b"STREAM_START")
+            await network._socket.recv()
+            await network._socket.send(b"0" * 1000)
             os.kill(os.getpid(), signal.SIGKILL)
-        if what == "error, and never reads":
-            await self._send_message(
-                Send(Error("the disk of site B is full").serialize()).serialize()
-            )
-            os.kill(os.getpid(), signal.SIGSTOP)
         if what == "late":
             await server_says("no answer from")
-            await honest(self, message)
+            await honest(message)
             return
         if what == "twice":
-            await honest(self, message)
+            await honest(message)
             # The server has taken the first: it would not see two that come at once.
             await server_says(f"Initiating training round {first + 1}")
-            await honest(self, message)
+            await honest(message)
             return
         if what == "breaks the handler":
             # declearn divides this by its heartbeat.
-            await self._send_message(msgpack.packb({"action": "recv", "timeout": "soon"}))
-        await self._send_message(Send(content(what, message)).serialize())
+            await send(msgpack.packb({"action": "recv", "timeout": "soon"}))
+        await send(Send(content(what, message)).serialize())
 
-    NetworkClient.send_message = sending  # type: ignore[method-assign]
+    network.send_message = sending

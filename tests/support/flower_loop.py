@@ -17,6 +17,13 @@ from fedclip.engines.flower.clipping import RECORD
 # Flower sets these in the processes that it starts.
 TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
 
+TEN = range(1, 11)
+SIZE = 50
+ZEROS = {"w": np.zeros(SIZE)}
+NORMS = np.exp(np.random.default_rng(0).normal(0.0, 0.4, len(TEN)))
+NOISE = {"noise_multiplier": 1.0, "expected_clients": 10, "start_norm": 1.0}
+SEEDED = {**NOISE, "generator": "insecure", "seed": 1}
+
 Update = Callable[[int, int], Mapping[str, Any]]
 """What a node's training subtracts from its model, by node and round."""
 Change = Callable[[Message], Message | None]

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 from flwr.app import MetricRecord
+from helpers import free_port
 from hostile.hostile.client_app import BYTES, NUMBER, SECRET
 from hostile.hostile.server_app import MODEL
 
@@ -27,13 +28,6 @@ BIN = Path(sys.executable).parent
 NODE = ("-m", "fedclip", "site", "supernode")
 LIMIT = 300.0
 """Seconds after which a test gives up; the machine may be several times slower."""
-
-
-def free_port() -> int:
-    """Return a port that nobody listens on."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def until(

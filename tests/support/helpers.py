@@ -265,9 +265,8 @@ def ended(*words: object, well: bool = True, **options: Any) -> subprocess.Compl
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,
-        timeout=PATIENCE,
         check=False,
-        **options,
+        **{"timeout": PATIENCE, **options},
     )
     assert not well or done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done

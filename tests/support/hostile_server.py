@@ -1,6 +1,6 @@
-"""A hostile declearn server on a real socket: it sends what it likes, and notes all that arrives.
+"""A hostile server of declearn: it sends what it likes, and keeps all bytes that arrive.
 
-It knows declearn's protocol and nothing of the client, which runs beside it in the same loop.
+It knows declearn's protocol and nothing of the client.
 """
 
 from __future__ import annotations
@@ -14,14 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import websockets
 from declearn.aggregator import AveragingAggregator, ModelUpdates
+from declearn.communication.api import NetworkClient
 from declearn.communication.api.backend.actions import Accept, ActionMessage, Join, Ping, Recv, Send
-from declearn.communication.websockets import WebsocketsClient
-from declearn.communication.websockets._tools import (
-    receive_websockets_message,
-    send_websockets_message,
-)
 from declearn.dataset import InMemoryDataset
 from declearn.messaging import (
     CancelTraining,
@@ -34,7 +29,6 @@ from declearn.messaging import (
 )
 from declearn.model.sklearn import NumpyVector, SklearnSGDModel
 from declearn.optimizer import Optimizer
-from helpers import PATIENCE
 
 import fedclip
 from fedclip.engines.declearn.messages import ClippedUpdates
@@ -72,11 +66,37 @@ def data(n: int = 32) -> InMemoryDataset:
     return InMemoryDataset(x, target=np.linspace(-3.0, 3.0, n), expose_classes=False)
 
 
-class Wire:
-    """What has arrived from one client: all bytes, and the messages in them."""
+class Wire(NetworkClient, register=False):
+    """A client's end of a connection to a server that sends one message after the other.
 
-    def __init__(self) -> None:
+    It keeps all bytes that arrive from the client. What is no message is called in its turn.
+    """
+
+    def __init__(self, script: Script = ()) -> None:
+        super().__init__("ws://nowhere", "site-1")
+        self.left: list[Any] = [*script, CancelTraining("the end")]
         self.frames: list[bytes] = []
+
+    @staticmethod
+    def _setup_ssl_context(certificate: str | None = None) -> None:
+        """None is needed."""
+
+    async def start(self) -> None:
+        """Do nothing."""
+
+    async def stop(self) -> None:
+        """Do nothing."""
+
+    async def _send_message(self, bin_msg: bytes) -> bytes:
+        self.frames.append(bin_msg)
+        asked = ActionMessage.deserialize(bin_msg)
+        if isinstance(asked, Join):
+            return Accept(flag="registered").serialize()
+        if not isinstance(asked, Recv):
+            return Ping().serialize()
+        while not isinstance(self.left[0], Message):
+            self.left.pop(0)()
+        return Send(self.left.pop(0).serialize()).serialize()
 
     @property
     def messages(self) -> list[Any]:
@@ -103,47 +123,13 @@ class Wire:
         return any(one in frame for one in what for frame in self.frames)
 
 
-async def serve(script: Script, wire: Wire, client: Any) -> BaseException | None:
-    """Send one message after the other to a client, and end; return what ends the client.
-
-    What is no message is called when its turn comes.
-    """
-    left: list[Any] = [*script, CancelTraining("the end")]
-
-    async def talk(socket: Any) -> None:
-        with contextlib.suppress(websockets.exceptions.ConnectionClosed):
-            async for frame in socket:
-                whole = await receive_websockets_message(frame, socket, allow_chunks=True)
-                wire.frames.append(whole)
-                asked = ActionMessage.deserialize(whole)
-                answer: ActionMessage = Ping()
-                if isinstance(asked, Join):
-                    answer = Accept(flag="registered")
-                elif isinstance(asked, Recv):
-                    while not isinstance(left[0], Message):
-                        left.pop(0)()
-                    answer = Send(left.pop(0).serialize())
-                await send_websockets_message(answer.serialize(), socket)
-
-    async with websockets.serve(talk, "127.0.0.1", 0, max_size=None) as server:
-        port = server.sockets[0].getsockname()[1]
-        made = client(WebsocketsClient(f"ws://127.0.0.1:{port}", "site-1"))
-        (ended,) = await asyncio.wait_for(
-            asyncio.gather(made.async_run(), return_exceptions=True), PATIENCE
-        )
-        return ended if isinstance(ended, BaseException) else None
-
-
 def attack(script: Script, policy: Path | None, **settings: Any) -> Wire:
     """Return what a client with a policy, or without, has sent to such a server."""
-    wire = Wire()
-    kind = settings.pop("kind", fedclip.PersonalFederatedClient)
-    settings = {"train_data": data(), "verbose": False, **settings}
-
-    def client(network: Any) -> Any:
-        return kind(network, policy=policy, **settings)
-
-    asyncio.run(serve(script, wire, client))
+    wire, kind = Wire(script), settings.pop("kind", fedclip.PersonalFederatedClient)
+    client = kind(wire, policy=policy, **{"train_data": data(), "verbose": False, **settings})
+    # Whatever ends the client.
+    with contextlib.suppress(Exception):
+        asyncio.run(client.async_run())
     return wire
 
 

@@ -1,4 +1,4 @@
-"""declearn's own plug-in tests, from its source distribution, pass for every clipper."""
+"""declearn's own plug-in tests pass for every clipper, and its helpers work with fedclip."""
 
 import os
 import re
@@ -6,7 +6,7 @@ import tarfile
 from importlib.metadata import version
 
 import pytest
-from helpers import ended, hiding
+from helpers import ended, hiding, python
 
 pytestmark = pytest.mark.slow
 
@@ -54,3 +54,37 @@ def test_declearns_tests_pass_for_every_clipper(suite, frameworks):
     said = ended("-m", "pytest", *options, "-k", chosen, *files, cwd=suite, env=hidden).stdout
     for name in ours:
         assert re.search(rf"\[(numpy-)?{re.escape(name)}\] PASSED", said), name
+
+
+FORKS = """
+from declearn.utils import run_as_processes
+import numpy as np
+from declearn.model.sklearn import NumpyVector
+from fedclip import NormClip
+from fedclip.arrays import blocks, cores
+from fedclip.arrays import numpy as numpy_file
+
+for module in (blocks, numpy_file):
+    module.num_threads = lambda _: 3
+
+def norm(seed):
+    clip = NormClip(1.0)
+    values = np.random.default_rng(seed).standard_normal((3000, 1001))
+    output = clip.run(NumpyVector({"w": values})).coefs["w"]
+    return clip.last.norm_before[0], float(output.sum())
+
+# The threads are there when the process is forked.
+here = [norm(seed) for seed in range(3)]
+assert cores._helpers.cache_info().currsize
+done, found = run_as_processes(*[(norm, (seed,)) for seed in range(3)])
+assert done, found
+assert found == here, (found, here)
+# They work on in the parent.
+assert norm(1) == here[1]
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "register_at_fork"), reason="this system has no fork")
+def test_threads_are_made_anew_after_a_fork():
+    """With declearn's own helper, in a process that has threads already."""
+    python(FORKS)

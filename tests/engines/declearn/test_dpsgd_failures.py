@@ -181,11 +181,11 @@ def test_metadata_is_told_of_the_validation_records() -> None:
     made = client(**settings, valid_data=data(seed=1))
     ask = MetadataQuery(["classes", "n_samples"])
     asyncio.run(made._collect_and_send_metadata(ask))
-    assert made.netwk.sent == [MetadataReply({"classes": {0, 1}, "n_samples": 30})]
+    assert made.netwk.messages == [MetadataReply({"classes": {0, 1}, "n_samples": 30})]
     made = client(**settings, valid_data=InMemoryDataset(x, target=y))
     with pytest.raises(RuntimeError, match="valid_data does not tell classes"):
         asyncio.run(made._collect_and_send_metadata(ask))
-    (sent,) = made.netwk.sent
+    (sent,) = made.netwk.messages
     assert "expose_classes=True" in sent.message
 
 

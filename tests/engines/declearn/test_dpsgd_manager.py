@@ -142,11 +142,6 @@ def test_what_would_not_be_private_is_refused(modules: Any, changes: Any, words:
         made.make_private(request(**changes))
 
 
-def test_sample_clip_alone_never_looks_private() -> None:
-    with pytest.raises(RuntimeError, match=r"Use fedclip\.PrivateFederatedClient"):
-        SampleClip().run(NumpyVector({"w": np.ones(3)}))
-
-
 @pytest.mark.parametrize(
     ("config", "words"),
     [
@@ -168,6 +163,9 @@ def test_sample_clip_alone_never_looks_private() -> None:
 def test_sample_clip_refuses(config: Any, words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
         SampleClip(**config)
+    # Alone, it never looks private.
+    with pytest.raises(RuntimeError, match=r"Use fedclip\.PrivateFederatedClient"):
+        SampleClip().run(NumpyVector({"w": np.ones(3)}))
 
 
 def test_a_client_refuses_rounds_that_are_not_private() -> None:
@@ -176,7 +174,7 @@ def test_a_client_refuses_rounds_that_are_not_private() -> None:
     names = ("model", "optim", "aggrg", "train_data", "valid_data")
     made.trainmanager = DPTrainingManager(**{name: getattr(public, name) for name in names})
     asyncio.run(made.training_round(train()))
-    (sent,) = made.netwk.sent
+    (sent,) = made.netwk.messages
     assert isinstance(sent, Error)
     assert "would not be private" in sent.message
     with pytest.raises(RuntimeError, match="fairness"):
@@ -190,7 +188,7 @@ def test_a_client_becomes_private_and_enforces_its_own_budget(tmp_path: Path) ->
     made.make_private(request())
     for i in range(5):
         asyncio.run(made.training_round(train(round_i=i)))
-    assert all(isinstance(m, TrainReply) for m in made.netwk.sent)
+    assert all(isinstance(m, TrainReply) for m in made.netwk.messages)
     spent, delta = made.spent
     assert 0.49 < spent <= 0.5
     assert delta == 1e-6

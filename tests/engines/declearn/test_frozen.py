@@ -72,8 +72,8 @@ def test_a_client_says_that_running_statistics_are_not_sent(
 
 
 @pytest.mark.parametrize("personal", [None, "head"])
-def test_a_layer_that_is_frozen_on_one_client_is_named(personal: Any) -> None:
-    require("torch")
+def test_a_layer_that_is_frozen_on_one_client_or_not_used_is_named(personal: Any) -> None:
+    torch = require("torch")
     model = torch_model() if personal is None else PersonalModel(torch_model(), personal)
     sent = request(model)
     trained = manager(client(), model)
@@ -81,6 +81,12 @@ def test_a_layer_that_is_frozen_on_one_client_is_named(personal: Any) -> None:
     reply = trained.training_round(sent)
     assert isinstance(reply, Error)
     assert "differ in 'module.body.bias': freeze and name layers alike" in reply.message
+    wider = torch_model()
+    wider.get_wrapped_model().module.body.extra = torch.nn.Parameter(torch.zeros(2))
+    given = wider if personal is None else PersonalModel(wider, personal)
+    reply = manager(client(), given).training_round(request())
+    assert isinstance(reply, Error)
+    assert "'module.body.extra' of the model are trained, and not used by it" in reply.message
 
 
 def frozen(framework: str) -> tuple[Any, list[str]]:
@@ -172,16 +178,3 @@ def test_the_example_with_adapters_counts_what_is_shared(
     found = dict(line.split()[:2] for line in lines[1:-1] if not line.startswith(" "))
     assert found == {"head": "132", "adapters": "1,156", "all": "20,068"}
     assert "averages of A and B miss the mean of BA by " in lines[3]
-
-
-@pytest.mark.parametrize("personal", [None, "head"])
-def test_a_tensor_that_is_trained_and_not_used_is_named(personal: Any) -> None:
-    require("torch")
-    import torch
-
-    model = torch_model()
-    model.get_wrapped_model().module.body.extra = torch.nn.Parameter(torch.zeros(2))
-    given = model if personal is None else PersonalModel(model, personal)
-    reply = manager(client(), given).training_round(request())
-    assert isinstance(reply, Error)
-    assert "'module.body.extra' of the model are trained, and not used by it" in reply.message

@@ -22,7 +22,7 @@ from declearn.messaging import EvaluationReply, SerializedMessage, TrainReply
 from declearn.metrics import MetricSet
 from declearn.metrics._mean import MeanState
 from declearn.model.sklearn import NumpyVector
-from federation_helpers import Clients, Server
+from federation_helpers import Clients, Server, model_of
 from federation_liars import anything, forge
 
 import fedclip
@@ -42,14 +42,6 @@ SERVER_MODULES: list[Any] = [
     ("zscore-clip-server", {}),
     "percentile-norm-clip-server",
 ]
-
-
-class Model:
-    """As much of a model as the sampler looks at."""
-
-    def get_weights(self, trainable: bool) -> NumpyVector:
-        assert trainable
-        return NumpyVector({"w": np.zeros(2), "b": np.zeros(())})
 
 
 def update(size: float) -> NumpyVector:
@@ -90,7 +82,7 @@ class Table:
             f"client_{i}": SerializedMessage.from_bin_message(reply).deserialize()
             for i, reply in enumerate(replies)
         }
-        sampler.update(arrived, Model())  # type: ignore[arg-type]
+        sampler.update(arrived, model_of(w=np.zeros(2), b=np.zeros(())))
         return self.server.finish(list(arrived.values()))
 
     def counts(self) -> tuple[int, int]:

@@ -58,9 +58,7 @@ def test_batchnorm_stands_for_layers_with_running_statistics() -> None:
     assert chosen(["batchnorm"], ["running_mean", "weight", "x.weight"]) == {
         *("running_mean", "weight")
     }
-
-
-def test_a_wildcard_keeps_what_only_wrappers_hide_from_it() -> None:
+    # A wildcard keeps what only wrappers hide from it.
     names = ["a.lora_A.weight", "b.lora_A.default.weight", "b.lora_B.default.weight"]
     assert chosen(["*.lora_A.weight"], names) == {*names[:2]}
 

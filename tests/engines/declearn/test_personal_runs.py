@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Personal layers in federations over websockets, in one process: what is on the wire."""
+"""Personal layers in federations in one process: what is on the wire."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 from declearn.messaging import TrainReply
+from federation_runs import N, complete
 from helpers import require
-from personal_runs import HEAD, Federation, N, client, linear, made, manager, torch_model, weights
+from personal_runs import HEAD, client, data, linear, made, manager, torch_model, weights
 
 import fedclip
 from fedclip import PersonalModel
@@ -37,6 +38,28 @@ NOISED: dict[str, Any] = {
 }
 
 
+def settings(model: Any, optim: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Return the settings of a federation of personal clients, of two rounds."""
+    return {
+        "model": model,
+        "optim": optim,
+        "protocol": "fedclip-websockets",
+        "kind": "PersonalFederatedClient",
+        "data": lambda i, _: {
+            "train_data": data(i),
+            "valid_data": data(i + 10),
+            "checkpoint": f"saved_client_{i}",
+        },
+        **more,
+        "run": {
+            "rounds": 2,
+            "training": {"batch_size": 8},
+            "evaluate": {"batch_size": 24},
+            **more.get("run", {}),
+        },
+    }
+
+
 @pytest.mark.parametrize(
     ("framework", "secagg"), [("torch", "masking"), ("torch", "joye-libert"), ("tensorflow", None)]
 )
@@ -45,19 +68,18 @@ def test_a_federation_sends_no_name_and_no_value_of_own_layers(
 ) -> None:
     model = made(framework, "head" if framework == "jax" else ["head", "batchnorm"])
     start = weights(model)
-    run = Federation(model, NOISED, secagg)
-    run.run(tmp_path, rounds=2, personal="head")
-    after = weights(run.server.model)
+    more = {"secagg": secagg, "client": {"personal": "head"}}
+    run = complete(tmp_path, **settings(model, NOISED, **more))
+    after = weights(run.nodes["server"].model)
     own = [name for name in after if name in model.own]
     assert all((after[name] == start[name]) == (name in own) for name in after)
     heads = []
-    for node in run.clients:
-        assert node.trainmanager is not None
-        trained = weights(node.trainmanager.model)
-        heads.append(tuple(trained[name] for name in own))
-        assert all(trained[name] != start[name] for name in own if "head" in name)
+    for name in run.names[1:]:
+        trained = weights(run.nodes[name].trainmanager.model)
+        heads.append(tuple(trained[one] for one in own))
+        assert all(trained[one] != start[one] for one in own if "head" in one)
         # What another run would begin with.
-        assert (tmp_path / node.netwk.name / "personal_layers.mpk").exists()
+        assert (tmp_path / f"saved_{name}" / "personal_layers.mpk").exists()
     assert len({*heads}) == N
     replies = [text for message, text in run.sent if "TrainReply" in type(message).__name__]
     assert len(replies) == 2 * N
@@ -66,18 +88,6 @@ def test_a_federation_sends_no_name_and_no_value_of_own_layers(
         assert not any(name.encode() in text for name in own)
         for head in heads:
             assert not any(value in text for value in head if len(value) >= 8)
-
-
-def test_a_federation_ends_before_a_step_if_its_server_shares_a_clients_layers(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    require("torch")
-    run = Federation(torch_model(), {"client_opt": 0.1, "aggregator": "averaging"})
-    with pytest.raises(RuntimeError, match="Initialization failed"):
-        run.run(rounds=1, personal=["head.*"])
-    assert "shares 'module.head.bias', 'module.head.weight', which this client" in caplog.text
-    assert len(run.errors) == N
-    assert not any(isinstance(message, TrainReply) for message, _ in run.sent)
 
 
 def test_private_clients_keep_own_layers_which_have_noise_too(tmp_path: Path) -> None:
@@ -101,16 +111,15 @@ def test_private_clients_keep_own_layers_which_have_noise_too(tmp_path: Path) ->
             "modules": ["sample-clip"],
         },
     }
-    run = Federation(model, optim)
     privacy = {"budget": [3.0, 1e-2], "sclip_norm": 0.5}
-    run.run(tmp_path, rounds=2, run={"privacy": privacy}, kind=fedclip.PrivateFederatedClient)
-    after = weights(run.server.model)
+    more = {"kind": "PrivateFederatedClient", "run": {"privacy": privacy}}
+    run = complete(tmp_path, **settings(model, optim, **more))
+    after = weights(run.nodes["server"].model)
     assert all((after[name] == start[name]) == (name in HEAD) for name in after)
-    for node in run.clients:
+    for name in run.names[1:]:
+        node = run.nodes[name]
         assert isinstance(node, fedclip.PrivateFederatedClient)
-        assert node.spent is not None
         assert 0 < node.spent[0] <= 3.0
-        assert node.trainmanager is not None
         trained = weights(node.trainmanager.model)
         assert all(trained[name] != start[name] for name in HEAD)
     replies = [text for message, text in run.sent if isinstance(message, TrainReply)]

@@ -114,6 +114,12 @@ def test_a_server_without_counters(tmp_path: Path, modules: list[Any]) -> None:
     assert load_round(tmp_path).timestamp == NAMES[1]
 
 
+def mix(folder: Path, name: str, second: float) -> None:
+    """Let a model be younger than its optimizer: of another round."""
+    for kind, later in (("optimizer", 0.1), ("model", 0.9)):
+        os.utime(folder / f"{kind}_state_{name}.mpk", (second + later, second + later))
+
+
 @pytest.mark.parametrize(("zone", "hour"), [("Europe/Paris", 1), ("Asia/Kathmandu", 0)])
 def test_a_mixed_round_in_the_hour_that_comes_twice(
     folder: Path, hour: int, zone: str, monkeypatch: pytest.MonkeyPatch
@@ -127,36 +133,28 @@ def test_a_mixed_round_in_the_hour_that_comes_twice(
     try:
         name = "26-10-25_02-30-00"
         renamed(folder, {NAMES[3]: name})
-        second = datetime(2026, 10, 25, 0, 30, tzinfo=UTC).timestamp() + 3600 * hour
-        for kind, later in (("optimizer", 0.1), ("model", 0.9)):
-            os.utime(folder / f"{kind}_state_{name}.mpk", (second + later, second + later))
+        mix(folder, name, datetime(2026, 10, 25, 0, 30, tzinfo=UTC).timestamp() + 3600 * hour)
         assert loaded(folder) == (2.0, 2.0)
     finally:
         monkeypatch.undo()
         time.tzset()
 
 
-def test_a_model_that_is_younger_than_its_optimizer_is_of_another_round(folder: Path) -> None:
-    """Two rounds within a second have one name, and a kill may come between the two files."""
-    second = datetime(2026, 1, 1, 0, 0, 3).timestamp()
-    for kind, later in (("optimizer", 0.1), ("model", 0.9)):
-        os.utime(folder / f"{kind}_state_{NAMES[3]}.mpk", (second + later, second + later))
+def test_two_rounds_within_a_second_have_one_name_and_a_kill_may_come_between(folder: Path) -> None:
+    mix(folder, NAMES[3], datetime(2026, 1, 1, 0, 0, 3).timestamp())
     assert loaded(folder) == (2.0, 2.0)
 
 
-def test_what_is_no_folder_is_not_made(folder: Path) -> None:
+def test_no_folder_or_no_round_in_it(folder: Path) -> None:
     for path in (folder / "typo", folder / "model_config.json"):
         with pytest.raises(StateError, match="is no folder: give the server's checkpoint folder"):
             load_round(path)
     assert not (folder / "typo").exists()
-
-
-def test_no_round_at_all(folder: Path, tmp_path: Path) -> None:
+    for file in folder.glob("optimizer_state_*"):
+        file.write_bytes(b"")
+    with pytest.raises(StateError, match="holds no round whose model and optimizer both load"):
+        load_round(folder)
     for file in folder.glob("optimizer_state_*"):
         file.unlink()
     with pytest.raises(StateError, match=r"holds no round .* 5 models and 0 optimizers"):
-        load_round(folder)
-    for name in NAMES:
-        (folder / f"optimizer_state_{name}.mpk").write_bytes(b"")
-    with pytest.raises(StateError, match="holds no round whose model and optimizer both load"):
         load_round(folder)

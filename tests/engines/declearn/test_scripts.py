@@ -168,10 +168,14 @@ main()
 """
 
 
+def copied(folder: Path) -> Path:
+    made = shutil.ignore_patterns("data", "result")
+    return shutil.copytree(EXAMPLES / "quickrun", folder / "quickrun", ignore=made)
+
+
 def test_the_quickrun_example_goes_on_without_a_client(tmp_path: Path) -> None:
     """In one process too, one client's end is not that of the run where not all are needed."""
-    folder = tmp_path / "quickrun"
-    shutil.copytree(EXAMPLES / "quickrun", folder, ignore=shutil.ignore_patterns("data", "result"))
+    folder = copied(tmp_path)
     ended("prepare.py", cwd=folder, env=ENVIRONMENT)
     for file in folder.glob("data/*/*.npy"):
         # scikit-learn's gradients are of one record after the other.
@@ -201,8 +205,7 @@ def test_quickrun_starts_private_clients_if_records_are_to_be_clipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("opacus")
-    folder = tmp_path / "quickrun"
-    shutil.copytree(EXAMPLES / "quickrun", folder, ignore=shutil.ignore_patterns("data", "result"))
+    folder = copied(tmp_path)
     config = folder / "config.toml"
     text = config.read_text().replace("port = 8765", f"port = {free_port()}")
     text = text.replace("timeout = 30", f"timeout = {PATIENCE}")

@@ -14,7 +14,7 @@ from declearn.client_sampler import UniformClientSampler, instantiate_client_sam
 from declearn.messaging import TrainReply
 from declearn.model.sklearn import NumpyVector
 from declearn.optimizer.modules import AuxVar as _AuxVar
-from federation_helpers import Server
+from federation_helpers import Server, model_of
 
 import fedclip
 from fedclip.engines.declearn import context as replies
@@ -28,15 +28,7 @@ class AuxVar(_AuxVar, register=False):
     """What another module sends."""
 
 
-class Model:
-    """As much of a model as the sampler looks at."""
-
-    def get_weights(self, trainable: bool) -> NumpyVector:
-        assert trainable
-        return NumpyVector({"w": np.zeros(1)})
-
-
-MODEL: Any = Model()
+MODEL = model_of(w=np.zeros(1))
 BOUND = [("update-clip-server", {"start_norm": 1.0})]
 
 
@@ -106,10 +98,12 @@ def votes(within: int = 1) -> UpdateClipVotes:
     return UpdateClipVotes(1, 1, within)
 
 
-COUNTS = FedclipSharedCounts(1, [0])
 SENT: dict[str, tuple[Any, str]] = {
-    "a string in the place of votes": ({"update-clip": "votes"}, "no proper vote"),
-    "counts in the place of votes": ({"update-clip": COUNTS}, "no proper vote"),
+    "a string for votes": ({"update-clip": "votes"}, "no proper vote"),
+    "counts for votes": (
+        {"update-clip": FedclipSharedCounts(1, [0])},
+        "no proper vote",
+    ),
     "a name that is none": ({"update-clip": votes(), 3: votes()}, "receives 3"),
     "another module's": ({"update-clip": votes(), "other": AuxVar()}, "receives 'other'"),
     "nothing": ({}, ""),
@@ -133,7 +127,7 @@ def test_what_is_no_vote_is_an_abstention_in_any_order(
     with caplog.at_level(logging.WARNING):
         fedclip.NamedClients().update(dict(items), MODEL)
         server.finish([sent for _, sent in items])
-    within = 3 if "update-clip" in SENT[kind][0] and "place" not in kind else 2
+    within = 3 if "update-clip" in SENT[kind][0] and "for votes" not in kind else 2
     counts = within * counts_of(1, 1, ()) + counts_of(1, 0, ())
     expected = BoundRule(0.5, 1e-6, 1e4).after(1.0, FIRST_VARIANCE, counts).bound
     assert server.module.bound == pytest.approx(expected)
@@ -162,23 +156,17 @@ def test_the_dtype_of_one_update_costs_nobody_else_a_reply(vetted: bool, dtypes:
         assert out.coefs["w"].dtype == np.float32
 
 
-def test_what_only_one_module_of_the_server_receives_is_kept() -> None:
-    sampler = fedclip.NamedClients(receives=["other"])
-    replies = {"a": reply(0.5), "b": reply(0.5), "c": reply(0.5)}
-    replies["a"].aux_var |= {"other": AuxVar(), "another": AuxVar()}
-    Server(BOUND, {"name": "clipped-averaging"}).start()
-    sampler.update(replies, MODEL)
-    assert set(replies["a"].aux_var) == {"update-clip", "other"}
-
-
-def test_a_missing_module_is_still_told_of() -> None:
+def test_what_only_one_module_receives_is_kept_and_a_missing_module_is_still_told_of() -> None:
     """If nobody votes, in the first round, that is no lie: the module is not there."""
     server = Server(BOUND, {"name": "clipped-averaging"})
     replies = {"a": reply(0.5), "b": reply(0.5)}
     for sent in replies.values():
-        sent.aux_var = {}
+        sent.aux_var = {"other": AuxVar(), "another": AuxVar()}
     server.start()
-    fedclip.NamedClients().update(replies, MODEL)
+    fedclip.NamedClients(receives=["other"]).update(replies, MODEL)
+    assert [{*sent.aux_var} for sent in replies.values()] == [{"other"}] * 2
+    for sent in replies.values():
+        sent.aux_var = {}
     server.finish(list(replies.values()))
     assert "no votes have come" in server.start()["update-clip"].stop
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A site's policy under attack by declearn servers: what is looked at are the bytes on the wire.
 
-Written from the docs and the protocol alone: the server is a hostile one, on a real socket.
+Written from the docs and the protocol alone.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from declearn.aggregator import (
     ModelUpdates,
     SumAggregator,
 )
-from declearn.communication.api import NetworkClient
-from declearn.communication.api.backend.actions import Ping
 from declearn.dataset import InMemoryDataset
 from declearn.fairness.core import FairnessInMemoryDataset
 from declearn.messaging import (
@@ -45,7 +43,6 @@ from fedclip.engines.declearn.site import GatedNetwork
 from fedclip.site.gate import Gate
 from fedclip.site.policy import Policy
 
-pytest.importorskip("websockets")
 EVALUATE = EvaluationRequest(1, None, {"batch_size": 8}, None, None)
 
 
@@ -175,28 +172,6 @@ def test_numbers_leave_by_name(tmp_path: Path) -> None:
     assert {*reply.metrics} == {"mae", "loss"}
 
 
-class Notes(NetworkClient, register=False):
-    """A network client that keeps what it would send."""
-
-    def __init__(self, wire: Wire) -> None:
-        super().__init__("ws://nowhere", "site-1")
-        self.wire = wire
-
-    @staticmethod
-    def _setup_ssl_context(certificate: str | None = None) -> None:
-        """None is needed."""
-
-    async def start(self) -> None:
-        """Do nothing."""
-
-    async def stop(self) -> None:
-        """Do nothing."""
-
-    async def _send_message(self, bin_msg: bytes) -> bytes:
-        self.wire.frames.append(bin_msg)
-        return Ping().serialize()
-
-
 class Unknown(PrivacyReply, register=False):
     """A message of a kind that is known, with more in it."""
 
@@ -208,7 +183,7 @@ class Unknown(PrivacyReply, register=False):
 @pytest.mark.filterwarnings("ignore::fedclip.errors.FedclipWarning", "ignore::RuntimeWarning")
 def test_whatever_a_client_would_send_the_policy_holds(rounds: int, tmp_path: Path) -> None:
     rng, wire = random.Random(1), Wire()
-    network = GatedNetwork(Notes(wire), Gate(Policy.read(policy(tmp_path))))
+    network = GatedNetwork(wire, Gate(Policy.read(policy(tmp_path))))
     any_ = partial(federation_liars.anything, rng)
     kinds: list[Any] = [
         lambda: TrainReply(any_(), any_(), any_(), federation_liars.vector(rng), any_()),

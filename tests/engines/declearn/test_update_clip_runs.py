@@ -1,4 +1,5 @@
-"""Update clipping in real federations: server and clients are processes of their own."""
+# SPDX-License-Identifier: Apache-2.0
+"""Federations of declearn in one process, on serialized messages: update clipping as it runs."""
 
 from __future__ import annotations
 
@@ -12,14 +13,159 @@ from typing import Any
 
 import numpy as np
 import pytest
-from federation_runs import ADAPTIVE, N, complete, running
+from federated_node import records
+from federation_runs import ADAPTIVE, N, Together, complete, running
 
 from fedclip.engines.declearn.restart import load_round
+from fedclip.engines.declearn.secagg import plan
 from fedclip.errors import StateError
 from fedclip.privacy.accounting import state_of
 from fedclip.privacy.ledger import read_entries, total
 
 pytestmark = pytest.mark.slow
+
+WATCHFUL = "fedclip-websockets"
+PROTOCOLS: dict[str, dict[str, Any]] = {
+    # Its clients may be those of declearn's plain protocol.
+    "watched": {"server_protocol": WATCHFUL},
+    "masking": {"secagg": "masking", "protocol": WATCHFUL},
+    "joye-libert": {"secagg": "joye-libert"},
+}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Together:
+    return complete(tmp_path_factory.mktemp("plain"))
+
+
+@pytest.mark.parametrize("kind", PROTOCOLS)
+def test_every_protocol_gives_the_same_model(kind: str, plain: Together, tmp_path: Path) -> None:
+    run = complete(tmp_path, **PROTOCOLS[kind])
+    assert "clipped-averaging: 3 updates, 3 clipped, 0 zeroed" in plain.said("server")
+    assert "update-clip-server: round 4" in plain.said("server")
+    assert run.state() == plain.state()
+    assert run.state()["bound"] != 0.2
+    # Under secure aggregation, each round adds its error; training on them hardly amplifies it.
+    secure = "secagg" in PROTOCOLS[kind]
+    error = 40 * plan(1e4, N, 5, kind=kind, clipval=1e5).error if secure else 0.0
+    for name, weights in plain.result()["weights"].items():
+        other = run.result()["weights"][name]
+        np.testing.assert_allclose(other, weights, rtol=0 if secure else 1e-9, atol=error)
+    assert "has ended, and the run" not in run.said("server")
+
+
+def test_two_of_three_clients_each_round_under_secure_aggregation(tmp_path: Path) -> None:
+    sampler = {"strategy": "uniform", "n_samples": 2, "seed": 1}
+    run = complete(tmp_path, secagg="masking", sampler=sampler)
+    assert run.state()["round"] == 4
+    assert "clipped-averaging: 2 updates" in run.said("server")
+
+
+LEARNING: dict[str, Any] = {
+    "aggregator": "clipped-averaging",
+    "client_opt": {
+        "lrate": 0.5,
+        "modules": [["zscore-clip", {"shared": True}], "update-clip-client"],
+    },
+    "server_opt": {
+        "lrate": 1.0,
+        "modules": ["zscore-clip-server", ["update-clip-server", {"start_norm": 0.2}]],
+    },
+}
+
+
+def test_a_client_that_sends_anything_ends_nothing(tmp_path: Path) -> None:
+    """From the first round on; honest clients are not even warned of."""
+    rounds = 25
+    run = complete(
+        tmp_path,
+        protocol=WATCHFUL,
+        optim=LEARNING,
+        faults={"1": ["TrainReply", "anything", 1]},
+        sampler={"strategy": "named-clients"},
+        run={"rounds": rounds},
+    )
+    assert run.state()["round"] == rounds
+    weights = run.result()["weights"]
+    assert all(np.isfinite(w).all() for w in weights.values())
+    # Each round moves the model by no more than its bound.
+    assert np.linalg.norm(np.concatenate(list(weights.values()))) < rounds
+    shared = next(s for name, s in run.result()["modules"] if name == "zscore-clip-server")
+    # Two honest clients, six steps each.
+    assert shared["groups"]["all"]["count"] >= 12
+    lines = [line for line in run.said("server").splitlines() if "fedclip" in line]
+    assert any("client_1" in line for line in lines)
+    assert not any("client_0" in line or "client_2" in line for line in lines)
+
+
+def test_a_round_without_any_evaluation_is_never_the_best(tmp_path: Path) -> None:
+    """The run goes on, says so, and early stopping sees no progress in it."""
+    run = complete(
+        tmp_path,
+        protocol=WATCHFUL,
+        checkpoint="saved",
+        metrics=["binary-classif"],
+        run={
+            "rounds": 9,
+            "evaluate": {"batch_size": 60},
+            "early_stop": {"tolerance": 0.0, "patience": 3, "relative": True},
+        },
+        faults={
+            "0": ["EvaluationReply", ["loss NaN", "", "loss text", "loss text", "loss NaN"], 1],
+            "1": ["EvaluationReply", ["loss NaN", "", "an error", "an error", "nested"], 1],
+            "2": ["EvaluationReply", ["loss NaN", "", "no steps", "half a message", "loss NaN"], 1],
+        },
+    )
+    said = run.said("server")
+    assert said.count("no client has sent an evaluation that counts") == 4
+    assert "Early stopping criterion reached" in said
+    rows = (tmp_path / "saved" / "metrics.csv").read_text().splitlines()[1:]
+    losses = [float(row.split(",")[-1]) for row in rows]
+    assert [np.isfinite(loss) for loss in losses] == [False, True, False, False, False]
+
+
+@pytest.mark.parametrize("clipval", [32.0, 256.0])
+def test_no_mean_of_an_evaluation_is_of_clipped_counts(tmp_path: Path, clipval: float) -> None:
+    """Sixty records count as 32 in a sum of that range: the mean was a wrong one."""
+    settings: dict[str, Any] = {
+        "protocol": WATCHFUL,
+        "secagg": "masking",
+        "secagg_settings": {"bitsize": 32, "clipval": clipval},
+        "kind": "PersonalFederatedClient",
+        "run": {"rounds": 1, "evaluate": {"batch_size": 60}},
+    }
+    run = Together(tmp_path, **settings)
+    assert bool(run.errors) == (clipval == 32.0)
+    said = "refused by fedclip: an evaluation is on more records than the range ±32 of secure"
+    assert (said in run.said("server")) == (clipval == 32.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"optim": {**ADAPTIVE, "client_opt": 0.5}}, "'update-clip' is available to receive"),
+        (
+            {
+                "optim": {
+                    "client_opt": {"lrate": 0.5, "modules": [["sample-clip", {"max_norm": 0.5}]]},
+                    "server_opt": {"lrate": 1.0},
+                },
+                "run": {"rounds": 3, "training": {"batch_size": 20, "n_steps": 4}, "privacy": None},
+                "kind": "PrivateFederatedClient",
+                "checkpoint": "saved",
+                "client": {"valid_data": records(9, 4)["train_data"]},
+            },
+            "would not be private",
+        ),
+    ],
+    ids=["no client module", "no privacy"],
+)
+def test_what_does_not_go_together_ends_the_run_with_a_reason(
+    tmp_path: Path, settings: dict[str, Any], text: str
+) -> None:
+    run = Together(tmp_path, **settings)
+    assert "server" in run.errors
+    assert text in run.said("client_0"), run.said("client_0")[-3000:]
 
 
 def server_with(**config: Any) -> dict[str, Any]:
@@ -31,18 +177,17 @@ def test_a_spent_budget_ends_in_a_sentence_on_the_server_and_on_each_client(
     tmp_path: Path,
 ) -> None:
     optim = server_with(noise_multiplier=3.0, expected_clients=N, max_epsilon=2.2)
-    with running(tmp_path, optim=optim) as run:
-        codes = run.wait()
-    assert 0 not in codes.values()
-    for name in codes:
+    run = Together(tmp_path, optim=optim)
+    assert run.errors.keys() == {*run.names}
+    for name in run.names:
         text = "the privacy budget is spent; epsilon is"
         assert text in run.said(name), run.said(name)[-3000:]
 
 
-def killed(folder: Path, rounds: int, **settings: Any) -> None:
-    """Kill all processes of a run after so many rounds."""
-    with running(folder, **settings, checkpoint="saved", held=rounds + 1) as run:
-        run.until("held")
+def failed(folder: Path, rounds: int, **settings: Any) -> None:
+    """Let a run fail after so many rounds, of which its checkpoints are left."""
+    settings = {**settings, "checkpoint": "saved", "ends before": rounds + 1}
+    assert "server" in Together(folder, **settings).errors
     modules = load_round(folder / "saved").optimizer.get_state()["modules"]
     assert dict(modules)["update-clip-server"]["round"] == rounds
 
@@ -76,7 +221,7 @@ SHARED: list[tuple[str, dict[str, Any]]] = [
 OWN = ["ema-clip", ["momentum", {"beta": 0.5}]]
 
 
-def test_all_killed_and_restarted_go_on_as_if_uninterrupted(tmp_path: Path) -> None:
+def test_all_that_start_again_go_on_as_if_uninterrupted(tmp_path: Path) -> None:
     """Clients need their checkpoints for what is theirs; what is shared comes from the server."""
     shared = [[name, {**config, "shared": True}] for name, config in SHARED]
     counterparts = [
@@ -89,8 +234,9 @@ def test_all_killed_and_restarted_go_on_as_if_uninterrupted(tmp_path: Path) -> N
     config = {**config, "unnoised": [f"{name}-server" for name, _ in SHARED]}
     noised = [name, {**config, "ledger": str(tmp_path / "ledger")}]
     optim["server_opt"] = {"lrate": 1.0, "modules": [noised, *counterparts]}
-    settings: dict[str, Any] = {"optim": optim, "run": {**EVERY, "rounds": 5}}
-    killed(tmp_path / "first", 3, **settings)
+    settings: dict[str, Any] = {"optim": optim, "protocol": WATCHFUL}
+    settings["run"] = {**EVERY, "rounds": 5}
+    failed(tmp_path / "first", 3, **settings)
     noised[1] = {**config, "ledger": str(tmp_path / "other")}
     whole = complete(tmp_path / "whole", **settings)
     noised[1] = {**config, "ledger": str(tmp_path / "ledger")}

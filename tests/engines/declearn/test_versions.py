@@ -61,32 +61,6 @@ def test_what_a_newer_server_says_besides_is_kept(key: str) -> None:
     assert set(reply.aux_var) == set(KEYS)
 
 
-@pytest.mark.parametrize(
-    ("key", "field"),
-    [
-        *(("update-clip", f) for f in ("bound", "adaptive", "private", "stop")),
-        *(
-            ("zscore-clip-shared", f)
-            for f in ("version", "settings", "max_steps", "labels", "state")
-        ),
-    ],
-)
-def test_what_is_missing_is_told_where_the_server_hears_of_it(key: str, field: str) -> None:
-    aux = sent()
-    del aux[key]["dump"][field]
-    aux[key]["dump"]["fedclip"] = NEWER
-    message = arrived(aux)
-    with pytest.raises(ValueError, match=f"lacks {field}; it is of fedclip {NEWER}, and this is"):
-        Optimizer(lrate=1.0, modules=list(CLIENT_MODULES)).process_aux_var(message)
-
-
-def test_a_state_of_another_kind_is_told() -> None:
-    aux = sent()
-    aux["zscore-clip-shared"]["dump"] |= {"state": {"median": [1.0]}, "fedclip": NEWER}
-    with pytest.raises(ValueError, match=f"cannot read the server's state.* of fedclip {NEWER}"):
-        Optimizer(lrate=1.0, modules=list(CLIENT_MODULES)).process_aux_var(arrived(aux))
-
-
 @pytest.mark.parametrize("cls", [UpdateClipBound, FedclipSharedState])
 def test_decoding_never_raises(cls: Any) -> None:
     rng = random.Random(3)
@@ -116,21 +90,40 @@ def test_a_parameter_of_a_newer_version_is_told(cls: Any) -> None:
     assert "it is of fedclip" not in str(found.value)
 
 
-@pytest.mark.parametrize(
-    ("key", "field", "value"),
-    [
-        *(("update-clip", "bound", value) for value in ("1", [1.0], {"all": 1.0}, np.ones(2))),
-        *(("update-clip", field, [1, 2]) for field in ("adaptive", "private", "stop")),
-        *(("update-clip", field, np.ones(2)) for field in ("adaptive", "stop", "fedclip")),
-        *(("zscore-clip-shared", "settings", value) for value in ([["z_max", 2.0]], 1, "x")),
-        *(("zscore-clip-shared", "version", value) for value in ("x", [1], 1.5, np.ones(2))),
-        *(("zscore-clip-shared", "max_steps", value) for value in ("x", {}, float("inf"))),
-        *(("zscore-clip-shared", "labels", value) for value in (1, {}, "all", np.ones(2))),
-        ("zscore-clip-shared", "state", [1.0]),
-    ],
-)
-def test_a_field_of_another_kind_is_told_in_words(key: str, field: str, value: Any) -> None:
-    aux = sent()
-    aux[key]["dump"] |= {"fedclip": NEWER, field: value}
-    with pytest.raises(ValueError, match=f"the server's message has no valid {field}"):
-        Optimizer(lrate=1.0, modules=list(CLIENT_MODULES)).process_aux_var(arrived(aux))
+BOUND, STATE = KEYS
+OTHERS: list[tuple[str, str, list[Any]]] = [
+    (BOUND, "bound", ["1", [1.0], {"all": 1.0}, np.ones(2)]),
+    (BOUND, "adaptive", [[1, 2], np.ones(2)]),
+    (BOUND, "private", [[1, 2]]),
+    (BOUND, "stop", [[1, 2], np.ones(2)]),
+    (STATE, "settings", [[["z_max", 2.0]], 1, "x"]),
+    (STATE, "version", ["x", [1], 1.5, np.ones(2)]),
+    (STATE, "max_steps", ["x", {}, float("inf")]),
+    (STATE, "labels", [1, {}, "all", np.ones(2)]),
+    (STATE, "state", [[1.0]]),
+]
+
+
+@pytest.mark.parametrize(("key", "field", "values"), OTHERS)
+def test_a_field_that_is_missing_or_of_another_kind_is_told_where_the_server_hears_of_it(
+    key: str, field: str, values: list[Any]
+) -> None:
+    modules, aux = Optimizer(lrate=1.0, modules=list(CLIENT_MODULES)), sent()
+    aux[key]["dump"]["fedclip"] = NEWER
+    for value in values:
+        aux[key]["dump"][field] = value
+        with pytest.raises(ValueError, match=f"the server's message has no valid {field}"):
+            modules.process_aux_var(arrived(aux))
+    del aux[key]["dump"][field]
+    with pytest.raises(ValueError, match=f"lacks {field}; it is of fedclip {NEWER}, and this is"):
+        modules.process_aux_var(arrived(aux))
+
+
+def test_a_version_or_a_state_of_another_kind_is_told() -> None:
+    modules, aux = Optimizer(lrate=1.0, modules=list(CLIENT_MODULES)), sent()
+    aux[STATE]["dump"] |= {"state": {"median": [1.0]}, "fedclip": NEWER}
+    with pytest.raises(ValueError, match=f"cannot read the server's state.* of fedclip {NEWER}"):
+        modules.process_aux_var(arrived(aux))
+    aux[BOUND]["dump"]["fedclip"] = np.ones(2)
+    with pytest.raises(ValueError, match="the server's message has no valid fedclip"):
+        modules.process_aux_var(arrived(aux))

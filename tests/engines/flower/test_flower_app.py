@@ -8,7 +8,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import zipfile
 from importlib import import_module
@@ -19,6 +18,7 @@ import numpy as np
 import pytest
 from flower_loop import arrays_of, record
 from flwr.app import Context, Message, RecordDict
+from helpers import ended
 
 from fedclip.cli.check.configuration import check_config
 from fedclip.cli.privacy import read_spent
@@ -27,11 +27,9 @@ from fedclip.report import read_report
 APP = Path(__file__).parents[3] / "examples" / "flower"
 
 
-def run(folder: Path, *options: str, limit: float = 1500.0) -> dict[str, Any]:
+def run(folder: Path, *options: str) -> dict[str, Any]:
     """Run the example, and return what its server has kept."""
-    command = [sys.executable, str(APP / "run.py"), "--folder", str(folder), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = ended(APP / "run.py", "--folder", folder, *options, timeout=1500.0)
     found: dict[str, Any] = json.loads((folder / "update_clip.json").read_text())
     found["accuracy"] = [
         float(line.split("'accuracy': ")[1].split(",")[0])
@@ -66,11 +64,7 @@ def test_flwr_builds_the_example(tmp_path: Path) -> None:
     shutil.copytree(APP, tmp_path / "app", ignore=shutil.ignore_patterns("result*", "__pycache__"))
     flwr = Path(sys.executable).with_name("flwr")
     env = {**os.environ, "HOME": str(tmp_path), "FLWR_TELEMETRY_ENABLED": "0"}
-    command = [flwr, "build", "--app", "app"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    ended(flwr, "build", "--app", "app", cwd=tmp_path, env=env)
     (bundle,) = tmp_path.glob("*.fab")
     names = zipfile.ZipFile(bundle).namelist()
     assert {"pyproject.toml", "LICENSE", "digits/client_app.py"} <= set(names)

@@ -30,10 +30,6 @@ def steady(node: int, round_: int) -> dict[str, Any]:
     return {"w": np.full(4, -0.4)}  # of norm 0.8
 
 
-def pushed(node: int, round_: int) -> dict[str, Any]:
-    return {"w": np.full(4, 1000.0)} if node == 1 else steady(node, round_)
-
-
 def outcome(loop: Loop, settings: Any = FIXED, rounds: int = 1) -> tuple[Any, Any]:
     strategy = UpdateClipStrategy(FedAvg(), settings)
     found, _ = loop.run(strategy, ZEROS, rounds)
@@ -41,10 +37,6 @@ def outcome(loop: Loop, settings: Any = FIXED, rounds: int = 1) -> tuple[Any, An
 
 
 # -- hostile clients -----------------------------------------------------------------------------
-def thousandfold(node: int) -> dict[str, Any]:
-    return {"num-examples": 1000 if node == 1 else 1}
-
-
 def test_clients_weigh_by_their_numbers_of_examples() -> None:
     def own(node: int, round_: int) -> dict[str, Any]:
         return {"w": np.full(4, -0.1 * node)}
@@ -292,12 +284,15 @@ def test_what_can_not_be_clipped_is_not_sent(
     assert why in reply.error.reason
 
 
-def test_an_app_that_raises_is_left_to_flower() -> None:
+def test_an_app_that_fails_is_left_to_flower() -> None:
     def fails(model: Any) -> Any:
         raise ValueError("no data")
 
     with pytest.raises(ValueError, match=r"^no data$"):
         asked(sent(**ZEROS), app_of(fails))
+    app = ClientApp(mods=[UpdateClipMod()])
+    app.train()(lambda message, context: Message(Error(7, "no data"), reply_to=message))
+    assert asked(sent(**ZEROS), app).error.reason == "no data"
 
 
 class Older(NumPyClient):  # type: ignore[misc]
@@ -315,16 +310,6 @@ def test_apps_of_the_older_api_get_a_sentence() -> None:
         asked(legacy, app_of(dict)),
     ):
         assert "are of Flower's older API" in reply.error.reason
-
-
-def test_an_app_that_has_failed_is_left_as_it_is() -> None:
-    app = ClientApp(mods=[UpdateClipMod()])
-
-    @app.train()
-    def train(message: Message, context: Any) -> Message:
-        return Message(Error(7, "no data"), reply_to=message)
-
-    assert asked(sent(**ZEROS), app).error.reason == "no data"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flower_loop import Loop, directions, record, start
+from flower_loop import NOISE, NORMS, SEEDED, SIZE, TEN, ZEROS, Loop, directions, record, start
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.server import Server as LegacyServer
 from flwr.server import SimpleClientManager
@@ -23,14 +23,6 @@ from fedclip.engines.flower import UpdateClipMod, UpdateClipStrategy
 from fedclip.engines.flower.clipping import _AVERAGES
 from fedclip.updates.client import UpdateClient
 from fedclip.updates.store import PersistentServer
-
-TEN = range(1, 11)
-SIZE = 50
-ZEROS = {"w": np.zeros(SIZE)}
-NORMS = np.exp(np.random.default_rng(0).normal(0.0, 0.4, len(TEN)))
-NOISE = {"noise_multiplier": 1.0, "expected_clients": 10, "start_norm": 1.0}
-SEEDED = {**NOISE, "generator": "insecure", "seed": 1}
-
 
 STRATEGIES = {
     "FedAvg": {},

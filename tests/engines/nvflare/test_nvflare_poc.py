@@ -7,14 +7,13 @@ import json
 import os
 import shutil
 import struct
-import subprocess
-import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from helpers import ended
 from nvflare.apis.dxo import DataKind, from_shareable
 from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.utils.decomposers import flare_decomposers
@@ -59,14 +58,8 @@ def run(folder: Path, *jobs: Path, policy: str = WITH_CODE) -> tuple[str, list[b
     if policy:
         (folder / "site.toml").write_text(policy)
         (folder / "site.toml").chmod(0o600)
-    done = subprocess.run(
-        [sys.executable, ROOT / "tests" / "support" / "nvflare_poc.py", folder, *jobs],
-        env=os.environ | {"HOME": str(folder)},  # where NVFlare writes
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    script = ROOT / "tests" / "support" / "nvflare_poc.py"
+    ended(script, folder, *jobs, env=os.environ | {"HOME": str(folder)})  # where NVFlare writes
     arrived = list((folder / "arrived").iterdir())
     frames = [path.read_bytes() for path in arrived if path.suffix == ".frame"]
     results = [fobs.loads(path.read_bytes()) for path in arrived if path.suffix == ".result"]

@@ -7,14 +7,13 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from helpers import ended
 from nvflare.app_common.aggregators.collect_and_assemble_model_aggregator import (
     CollectAndAssembleModelAggregator,
 )
@@ -22,6 +21,7 @@ from nvflare.app_common.np.recipes.fedavg import NumpyFedAvgRecipe
 from nvflare.app_common.np.recipes.lr.fedavg import FedAvgLrRecipe
 from nvflare.app_common.widgets.component_path_authorizer import ComponentPathAuthorizer
 from nvflare.client.config import TransferType
+from report_runs import call
 
 from fedclip.cli.check.configuration import check_config
 from fedclip.engines.nvflare import add_update_clipping
@@ -170,27 +170,13 @@ def by_the_core(rounds: int, clients: int) -> tuple[list[float], Any]:
 
 @pytest.mark.parametrize("rounds", [4, pytest.param(25, marks=pytest.mark.soak)])
 def test_the_simulator_runs_the_example(rounds: int, tmp_path: Path) -> None:
-    command = [sys.executable, EXAMPLE / "job.py", "--folder", tmp_path, "--rounds", str(rounds)]
     # NVFlare writes below the home of its user.
-    done = subprocess.run(
-        command,
-        env=os.environ | {"HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    where = {"env": os.environ | {"HOME": str(tmp_path)}, "timeout": 900}
+    ended(EXAMPLE / "job.py", "--folder", tmp_path, "--rounds", rounds, **where)
     server = tmp_path / "digits" / "server" / "simulate_job"
     kept = json.loads((server / "fedclip" / "update_clip.json").read_text())
     bounds, model = by_the_core(rounds, 3)
     np.testing.assert_allclose([r["bound"] for r in kept["rounds"]], bounds, rtol=1e-6)
     assert all(r["replies"] == 3 and not r["refused"] for r in kept["rounds"])
     np.testing.assert_allclose(np.load(server / "models" / "server.npy"), model, rtol=1e-5)
-    reported = subprocess.run(
-        [sys.executable, "-m", "fedclip", "report", server / "fedclip"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert reported.returncode == 0, reported.stderr
-    assert "adaptive" in reported.stdout
+    assert "adaptive" in call("report", server / "fedclip").stdout

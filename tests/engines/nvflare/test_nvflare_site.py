@@ -290,14 +290,10 @@ def test_a_job_that_could_get_around_the_policy_ends(how: str, tmp_path: Path) -
     assert code == ReturnCode.TASK_RESULT_FILTER_ERROR
 
 
-def test_an_operator_may_let_jobs_bring_code(tmp_path: Path) -> None:
+def test_an_operator_may_let_jobs_bring_code_that_can_not_play_the_site(tmp_path: Path) -> None:
     site = Site(tmp_path, f"{POLICY}allow_job_code = true\n")
     site.job = {"byoc": True}
     assert site.trained(result(moved(0.1))).get_return_code() == ReturnCode.OK
-
-
-def test_a_job_can_not_play_the_site(tmp_path: Path) -> None:
-    Site(tmp_path)
     with pytest.raises(UnsafeJobError, match=r"a filter of a site's privacy\.json, not of a job"):
         SitePolicy(str(tmp_path / "site.toml")).process(task(MODEL), FLContext())
 

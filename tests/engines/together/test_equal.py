@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from helpers import ended, free_port
 from quickruns import write_config, write_sites
 
 from fedclip.cli.privacy import read_spent
@@ -37,16 +36,7 @@ def started(words: list[object], folder: Path, task: Path) -> None:
     folder.mkdir()
     paths = os.pathsep.join([str(HERE), str(HERE.parents[2]), os.environ.get("PYTHONPATH", "")])
     more = {"EQUAL_TASK": str(task), "PYTHONPATH": paths, "HOME": str(folder)}
-    done = subprocess.run(
-        [sys.executable, *map(str, words)],
-        env=os.environ | more,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=1200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    ended(*words, env=os.environ | more, cwd=folder, timeout=1200)
 
 
 def of_declearn(folder: Path) -> tuple[list[float], Any, float]:
@@ -89,8 +79,6 @@ def test_bounds_model_and_epsilon_are_the_same(
     write_sites(tmp_path)
 
     def written(out: str) -> Path:
-        from fedclip.cli.running import free_port
-
         server = ", ".join(f"{k} = {json.dumps(v)}" for k, v in settings.items())
         changes = {
             "port": free_port(),

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from declearn.model.sklearn import NumpyVector
-from helpers import PATIENCE, python
+from helpers import PATIENCE
 
 from fedclip import NormClip, ValueClip
 from fedclip.arrays import blocks, cores
@@ -79,38 +79,3 @@ def test_nobody_waits_for_threads_that_others_keep(monkeypatch: pytest.MonkeyPat
     # It takes no more work now, as at the interpreter's exit.
     cores.each([partial(made.append, i) for i in range(10)], 3)
     assert len(made) == 20
-
-
-FORKS = """
-from declearn.utils import run_as_processes
-import numpy as np
-from declearn.model.sklearn import NumpyVector
-from fedclip import NormClip
-from fedclip.arrays import blocks, cores
-from fedclip.arrays import numpy as numpy_file
-
-for module in (blocks, numpy_file):
-    module.num_threads = lambda _: 3
-
-def norm(seed):
-    clip = NormClip(1.0)
-    values = np.random.default_rng(seed).standard_normal((3000, 1001))
-    output = clip.run(NumpyVector({"w": values})).coefs["w"]
-    return clip.last.norm_before[0], float(output.sum())
-
-# The threads are there when the process is forked.
-here = [norm(seed) for seed in range(3)]
-assert cores._helpers.cache_info().currsize
-done, found = run_as_processes(*[(norm, (seed,)) for seed in range(3)])
-assert done, found
-assert found == here, (found, here)
-# They work on in the parent.
-assert norm(1) == here[1]
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "register_at_fork"), reason="this system has no fork")
-def test_threads_are_made_anew_after_a_fork() -> None:
-    """With declearn's own helper, in a process that has threads already."""
-    python(FORKS)

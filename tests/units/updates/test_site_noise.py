@@ -15,7 +15,7 @@ from declearn.model.sklearn import NumpyVector
 from declearn.secagg.messaging import SecaggTrainReply, aggregate_secagg_messages
 from declearn.secagg.utils import Quantizer
 from federation_helpers import Clients, Server, joye_libert, masked, sent
-from federation_runs import N, complete
+from federation_runs import NODE, N, complete
 from helpers import each_framework, to_numpy, to_vector
 
 from benchmarks.audit import estimate
@@ -311,7 +311,9 @@ def test_a_sum_whose_masks_do_not_cancel_is_not_released() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_by_masks_has_the_noise_of_those_that_add_theirs(tmp_path: Path) -> None:
+def test_a_run_by_masks_has_the_noise_of_those_that_add_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One of the three adds none. Two are counted on: the noise is that of the multiplier."""
     table = {"noise_multiplier": 40.0, "expected_clients": N, "honest": 0.75, "max_norm": 1.0}
     server = {**table, "noise_at": "clients", "start_norm": 1.0, "learning_rate": 0.0}
@@ -323,10 +325,15 @@ def test_a_run_by_masks_has_the_noise_of_those_that_add_theirs(tmp_path: Path) -
         },
         "server_opt": {"lrate": 1.0, "modules": [["update-clip-server", server]]},
     }
+
+    def drawn(variance: Any, size: int) -> Any:
+        silent = NODE.get() == "client_1"
+        return np.zeros(size, np.int64) if silent else draws(variance, size)
+
+    monkeypatch.setattr(site_noise, "draws", drawn)
     secagg = {"secagg": "masking", "secagg_settings": {"bitsize": 32, "clipval": 512.0}}
-    run = complete(
-        tmp_path, optim=optim, columns=2000, run={"rounds": 1}, wanted=None, silent=1, **secagg
-    )
+    settings = {"kind": "PersonalFederatedClient", "columns": 2000, "run": {"rounds": 1}}
+    run = complete(tmp_path, optim=optim, **settings, **secagg)
     weights = np.concatenate([*run.result()["weights"].values()])
     assert weights.std() == pytest.approx(40.0 / N, rel=0.1)
     assert run.state()["spent"] == [[40.0, 1]]
