@@ -35,7 +35,6 @@ def unit_norms(values: np.ndarray, axis: int) -> np.ndarray:
     return np.linalg.norm(moved.reshape(len(moved), -1), axis=1)
 
 
-# -- what the docstring promises --------------------------------------------------------------
 @pairwise(framework=FRAMEWORKS, dtype=["float16", "bfloat16", "float32", "float64"], axis=[0, -1])
 def test_no_unit_exceeds_its_limit(framework: str, dtype: str, axis: int) -> None:
     needs(framework)
@@ -57,9 +56,6 @@ def test_weights_of_zero_or_not_finite_leave_the_floor() -> None:
     with pytest.warns(FedclipWarning, match=r"weights with NaN or infinity.* is 0\.05"):
         got = run(AGC(0.1, axis=0, min_norm=0.5), grads, weights)
     np.testing.assert_allclose(unit_norms(got["w"], 0), 0.05)
-
-
-# -- in declearn ------------------------------------------------------------------------------
 
 
 def test_weights_of_a_step_are_not_kept_alive() -> None:

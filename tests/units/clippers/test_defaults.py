@@ -151,7 +151,6 @@ def test_a_preset_is_what_translate_prints(clipper: str, name: str) -> None:
     assert cls.preset(name, on_nonfinite="raise").on_nonfinite == "raise"
 
 
-# -- shared ---------------------------------------------------------------------------------------
 def shared(name: str, clients: int = 3) -> tuple[Any, list[Any]]:
     """Return a counterpart and clippers with their defaults."""
     server = make(f"{name}-server")

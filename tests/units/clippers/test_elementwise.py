@@ -41,9 +41,6 @@ def one(clipper: Any, values: Any, dtype: Any = np.float64) -> np.ndarray:
     return clipper.run(NumpyVector({"w": np.asarray(values, dtype)})).coefs["w"]
 
 
-# -- edges that all share ---------------------------------------------------------------------
-
-
 @each_that_keeps
 def test_pieces_may_be_cut_anywhere(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = gradient_stream(8)
@@ -68,7 +65,6 @@ def test_state_of_another_model_is_refused_in_words(make: Any) -> None:
         other.set_state(state)
 
 
-# -- half precision ---------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", ["<f2", "<u2"])
 def test_encode_is_the_inverse_of_decode(kind: str) -> None:
     every = np.arange(1 << 16, dtype=np.uint16).view(kind)
@@ -87,7 +83,6 @@ def test_bfloat16_is_rounded_to_nearest_as_torch_does() -> None:
     np.testing.assert_array_equal(encode(values, np.dtype(np.uint16)), theirs)
 
 
-# -- normalize --------------------------------------------------------------------------------
 def test_normalize_leaves_zero_slices_and_single_deviations() -> None:
     output = one(Normalize(dims=1), [[3.0, 4.0], [0.0, 0.0]])
     np.testing.assert_allclose(output, [[0.6, 0.8], [0, 0]], rtol=1e-6)
@@ -95,7 +90,6 @@ def test_normalize_leaves_zero_slices_and_single_deviations() -> None:
     assert Normalize(ord="std").run(gradients) is gradients
 
 
-# -- standardize, centralize ------------------------------------------------------------------
 def test_standardized_mean_and_deviation() -> None:
     for step in gradient_stream(3):
         output = Standardize().run(NumpyVector(step)).coefs
@@ -110,7 +104,6 @@ def test_centralize_saturates_instead_of_overflowing() -> None:
     assert output.tolist() == [65504.0, -3e4, -3e4, -3e4]
 
 
-# -- percentile -------------------------------------------------------------------------------
 @pytest.mark.parametrize("percent", [0, 1, 29, 50, 57, 58, 90, 95, 99, 100])
 def test_percentile_position_is_that_of_integers(percent: int) -> None:
     rng = np.random.default_rng(percent)
@@ -130,9 +123,6 @@ def test_percentile_is_the_decimal_number_that_was_written() -> None:
     assert clipper.last.limit == (1000.0,)
 
 
-# -- moving averages --------------------------------------------------------------------------
-
-
 def test_the_first_gradient_is_the_whole_of_its_average() -> None:
     clip, given = EmaNormClip(0.9), to_vector({"w": np.array([3.0, 4.0])})
     clip.run(given)
@@ -146,9 +136,6 @@ def test_average_grows_by_max_growth_at_most() -> None:
         one(clipper, [value])
         limits.append(clipper.last.limit[0])
     np.testing.assert_allclose(np.divide(limits[1:], limits[:-1]), 1.5, rtol=1e-9)
-
-
-# -- in place ---------------------------------------------------------------------------------
 
 
 @each_framework()

@@ -166,7 +166,6 @@ def test_a_function_is_told_of_each_step() -> None:
     assert told[1].nonfinite == ("w",)
 
 
-# -- a limit of one's own ------------------------------------------------------------------------
 def to_the_mean(norm: float, past: Mapping[str, float]) -> float:
     return past["mean"] if past["ready"] and norm > past["threshold"] else math.inf
 

@@ -55,9 +55,8 @@ def test_exact_comparisons_decide_as_floats_do(variance, monkeypatch):
 @pytest.mark.parametrize(("k", "exponent"), [(0, Fraction(1, 2)), (3, Fraction(2**105 + 1, 2**98))])
 def test_a_number_at_the_bound_gets_more_bits(k, exponent):
     bound = int(2.0 ** (64 + k) * math.exp(-exponent))
-    u = next(
-        u for u in range(bound + 2**11, -1, -1) if discrete._below(u, k, exponent, lambda _: ZERO)
-    )
+    numbers = range(bound + 2**11, -1, -1)
+    u = next(u for u in numbers if discrete._below(u, k, exponent, lambda _: ZERO))
     assert abs(u - bound) < 2**11
     assert not discrete._below(u, k, exponent, lambda _: ONES)
     # Bits that do not end the doubt are followed by others.

@@ -61,9 +61,7 @@ def test_the_lines_of_a_plan_are_a_configuration(tmp_path: Path) -> None:
     assert not any("in name only" in m for m in said)
 
 
-@pytest.mark.parametrize(
-    ("clients", "honest", "sites"), [(100, 0.75, 75), (3, 0.5, 1), (7, 1.0, 7)]
-)
+@pytest.mark.parametrize(("clients", "honest", "sites"), [(99, 0.75, 74), (3, 0.5, 1), (7, 1.0, 7)])
 def test_prices_of_noise_from_the_sites(clients: int, honest: float, sites: int) -> None:
     found = plan(2.0, 1e-5, 50, clients, relation="replace-one")
     prices = TrustModels(found, honest)
@@ -108,10 +106,20 @@ def test_what_a_plan_says_of_secure_sums_is_enough_for_them(values: str, said: s
         (("--honest", "0"), "honest must be a number in (0, 1]"),
         (("--honest", "1.1"), "honest must be a number in (0, 1]"),
         (("--honest", "1", "--per-round", "10"), "turns and evaluations leave the noise"),
+        (("--honest", "1", "--evaluation-share", "0.2"), "no --honest"),
+        (("--per-round", "9", "--evaluation-share", "0.2"), "either evaluation_share or per_round"),
     ],
 )
 def test_prices_that_there_are_not(words: tuple[str, ...], said: str) -> None:
     done = call(*BUDGET, *words)
     assert done.exit_code == 2
     assert said in done.stderr
+
+
+def test_turns_have_no_prices_and_evaluations_have_one() -> None:
     assert "trusted" not in call(*BUDGET, "--per-round", "10").stdout
+    asked = (*BUDGET, "--evaluation-share", "0.2")
+    assert "mean loss of an evaluation: 0.15 loss_bound" in call(*asked).stdout
+    assert "evaluation_share = 0.2, loss_bound = 3.0" in " ".join(
+        json.loads(call(*asked, "--json").stdout)["toml"]
+    )

@@ -137,7 +137,6 @@ def test_a_client_unlike_the_others_is_named(tmp_path: Path, level: float, words
     assert all(words in line for line in found)
 
 
-# -- loss and metrics ---------------------------------------------------------------------------
 def test_curves_are_read_where_declearn_writes_them(tmp_path: Path) -> None:
     client, server = Node(tmp_path / "c0", ["no-op"]), Node(tmp_path / "server", ["no-op"])
     for round_ in (1, 2, 3, 4, 5):

@@ -19,9 +19,7 @@ from shared_runs import CONFIGS, Federation, draw, rule_of
 from fedclip import FedclipWarning
 from fedclip.arrays import NUMPY, backend_named
 from fedclip.statistics.client import SharedRule
-from fedclip.statistics.counts import (
-    ERROR,
-)
+from fedclip.statistics.counts import ERROR
 
 every_clipper = pytest.mark.parametrize("name", CONFIGS)
 

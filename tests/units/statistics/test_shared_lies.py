@@ -19,14 +19,7 @@ from shared_runs import CONFIGS, Federation, draw, rule_of
 from fedclip.arrays import NUMPY
 from fedclip.rules.sharing import Judgement
 from fedclip.statistics.client import SharedRule
-from fedclip.statistics.counts import (
-    _EDGES,
-    ERROR,
-    FedclipSharedCounts,
-    Round,
-    Tally,
-    counts_of,
-)
+from fedclip.statistics.counts import _EDGES, ERROR, FedclipSharedCounts, Round, Tally, counts_of
 
 every_clipper = pytest.mark.parametrize("name", CONFIGS)
 
@@ -241,7 +234,6 @@ def limit_of(fed: Federation) -> float:
 
 HONEST = np.linspace(0.9, 1.1, 36)
 """What honest clients see in every round: no spikes."""
-
 
 WIDE = np.linspace(0.5, 1.5, 36)
 """The same for clippers that follow a quantile."""

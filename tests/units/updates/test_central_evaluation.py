@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,6 @@ from declearn.messaging import Error, EvaluationReply, Message
 from declearn.metrics import Metric, MetricSet
 from declearn.metrics._mean import MeanState
 from federation_runs import ADAPTIVE, N, complete
-from report_runs import call
 
 from benchmarks.audit import estimate
 from fedclip import UpdateClipServer
@@ -59,9 +57,8 @@ def listening(
     """Return a network that has begun a run, and the module's answer to its first round."""
     change(server=None)
     network: Any = NetworkServerConfig("fedclip-websockets", "127.0.0.1", 8765).build_server()
-    network._evaluated = Evaluations(
-        MetricSet([Accuracy(), *map(Metric.from_specs, more)]), clients, secure
-    )
+    metrics = MetricSet([Accuracy(), *map(Metric.from_specs, more)])
+    network._evaluated = Evaluations(metrics, clients, secure)
     change(evaluations=network._evaluated)
     return network, server.collect_aux_var()
 
@@ -207,22 +204,10 @@ def test_what_can_have_no_noise_ends_the_run_at_its_first_round() -> None:
         assert bool(said) == bool(stop)
 
 
-def test_other_engines_refuse_it() -> None:
+@pytest.mark.parametrize("make", [lambda: server_of(SETTINGS), lambda: UpdateServer(module())])
+def test_other_engines_refuse_it(make: Any) -> None:
     with pytest.raises(ValueError, match="fedclip-websockets: leave it out"):
-        server_of(SETTINGS)
-    with pytest.raises(ValueError, match="fedclip-websockets: leave it out"):
-        UpdateServer(module())
-
-
-def test_a_plan_prices_it() -> None:
-    asked = ("privacy", "plan", "--epsilon", 8, "--rounds", 100, "--clients", 100)
-    share = ("--evaluation-share", 0.2)
-    assert "mean loss of an evaluation: 0.15 loss_bound" in call(*asked, *share).stdout
-    kept = json.loads(call(*asked, *share, "--json").stdout)
-    assert kept["evaluation_share"] == 0.2
-    assert "evaluation_share = 0.2, loss_bound = 3.0" in " ".join(kept["toml"])
-    assert "no --honest" in call(*asked, *share, "--honest", 0.5).stderr
-    assert "either evaluation_share or per_round" in call(*asked, *share, "--per-round", 9).stderr
+        make()
 
 
 @pytest.mark.slow

@@ -34,7 +34,6 @@ ARC = {"combine": "arc", "n_hostile": 1}
 SPARSE = {"torch": sparse_coo, "tensorflow": indexed_slices}
 CONFIG = {"name": "clipped-averaging", **ARC}
 
-
 pytestmark = [
     pytest.mark.usefixtures("no_round_left_open"),
     pytest.mark.filterwarnings("ignore:Argument 'logger'"),

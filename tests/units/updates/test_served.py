@@ -64,7 +64,6 @@ def test_a_setting_that_is_not_known_is_named(make: Any) -> None:
         server_of({**NOISE, "weights": "steps"})
 
 
-# -- the file -----------------------------------------------------------------------------------
 @pytest.mark.parametrize("more", [{}, {"separation": 3, "noise": "banded", "rounds": 9}])
 def test_a_server_that_was_killed_goes_on(more: dict[str, Any], tmp_path: Path) -> None:
     whole = PersistentServer({**NOISE, **more}, tmp_path / "whole")

@@ -258,9 +258,7 @@ def test_the_budget_counts_a_first_round_of_votes() -> None:
 
 BANDED: dict[str, Any] = {**PRIVATE, "separation": 3, "noise": "banded", "rounds": 12}
 
-
 EVALUATED: dict[str, Any] = {**PRIVATE, "evaluation_share": 0.4, "loss_bound": 3.0}
-
 
 AT_CLIENTS: dict[str, Any] = {**PRIVATE, "honest": 0.75, "noise_at": "clients", "max_norm": 1.0}
 

@@ -340,9 +340,6 @@ def test_the_budget_ends_the_training_before_it_is_passed(caplog: pytest.LogCapt
     assert 0 < richer.module.rounds_left() < 20
 
 
-# -- hostile and broken clients -----------------------------------------------------------------
-
-
 def test_client_keeps_a_record_of_its_updates() -> None:
     clients = Clients(1, ADAPTIVE, CLIPPED)
     for size in (0.5, 8.0):

@@ -265,7 +265,6 @@ def test_a_secure_sum_within_its_bound_stays_and_a_longer_one_is_shortened() -> 
 
 WITHIN = 'aggregator = "clipped-averaging"'
 
-
 TOML = """
 aggregator = "clipped-averaging"
 [client_opt]
@@ -279,7 +278,6 @@ rounds = 40
 register = 1
 training = {batch_size = 8}
 """
-
 
 NOISED = "['update-clip-server', {noise_multiplier = 2.0, expected_clients = 50%s}]"
 

@@ -30,7 +30,6 @@ from fedclip.updates.weights import Shares
 
 NOISE = {"noise_multiplier": 1.0, "generator": "insecure", "seed": 7}
 
-
 pytestmark = pytest.mark.usefixtures("no_round_left_open")
 
 
@@ -153,7 +152,6 @@ def test_a_client_refuses_what_is_not_for_it() -> None:
             UpdateClient().clip(update, sent)
 
 
-# -- noise is for weights ----------------------------------------------------------------------
 ONES, ZEROS, KERNEL = np.ones(4), np.zeros(4), np.ones((4, 4))
 COUNT = np.array(3)
 

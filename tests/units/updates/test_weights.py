@@ -36,7 +36,6 @@ KINDS_OF_WEIGHTS: list[dict[str, Any]] = [
 ]
 SECURE = [w for w in KINDS_OF_WEIGHTS if not Shares(**w).unfit(True)]
 
-
 pytestmark = pytest.mark.usefixtures("no_round_left_open")
 
 
@@ -73,9 +72,6 @@ def flat(coefs: Any) -> np.ndarray:
 def clipped(update: dict[str, np.ndarray], bound: float) -> np.ndarray:
     whole = flat(update)
     return np.asarray(whole * min(1.0, bound / float(np.linalg.norm(whole))))
-
-
-# -- the shares ---------------------------------------------------------------------------------
 
 
 def test_shares_are_in_proportion_below_the_cap_and_never_above_it() -> None:
@@ -131,9 +127,6 @@ def test_parameters(config: dict[str, Any], error: type[Exception], text: str) -
         averaging(**config)
 
 
-# -- rounds in cleartext ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("weights", KINDS_OF_WEIGHTS)
 def test_an_average_and_a_bound_by_hand(weights: dict[str, Any]) -> None:
     """What the plug-ins give, too: see `test_update_core`. Votes count alike in all of them."""
@@ -173,8 +166,6 @@ def test_an_average_of_many_long_updates(dtype: str) -> None:
     np.testing.assert_allclose(found["w"], right, rtol=0, atol=1e-14)
     np.testing.assert_allclose(found["b"], right[0, :1], rtol=0, atol=1e-14)
 
-
-# -- hostile clients ----------------------------------------------------------------------------
 
 CLAIMS = [10**9, 2**63 - 1, math.nan, math.inf, 0, -1, -(10**9), True, None, "9", 3.0]
 
@@ -228,9 +219,6 @@ def test_another_name_than_its_own_gives_no_share(
     assert [bool(fault) for fault in closed.faults] == [False, False, True]
 
 
-# -- secure sums --------------------------------------------------------------------------------
-
-
 def both(weights: dict[str, Any], kind: str, names: list[str]) -> tuple[np.ndarray, np.ndarray]:
     """Return the averages of the same updates in cleartext and under secure aggregation."""
     server, replies = averaging(**weights), {}
@@ -282,8 +270,6 @@ def test_a_sum_of_steps_that_can_not_be_is_refused(steps: Any) -> None:
     assert share.factor == 0.0
     assert "there are 200 at most" in share.fault
 
-
-# -- refusals -----------------------------------------------------------------------------------
 
 NOISE: dict[str, Any] = {"start_norm": 1.0, "noise_multiplier": 1.0, "expected_clients": 2}
 
