@@ -22,9 +22,7 @@ def tensors(seed: int, scale: float = 1.0) -> dict[str, np.ndarray]:
 
 
 def run(agc: AGC, grads: Any, weights: Any, framework: str = "numpy", dtype: Any = None) -> Any:
-    return to_numpy(
-        agc.run(to_vector(grads, framework, dtype), to_vector(weights, framework, dtype))
-    )
+    return to_numpy(agc.run(*(to_vector(x, framework, dtype) for x in (grads, weights))))
 
 
 def unit_norms(values: np.ndarray, axis: int) -> np.ndarray:
@@ -132,10 +130,8 @@ def test_units_of_torchs_layers(made: str, by: str) -> None:
         shape = TORCH[made]
         x = torch.arange(5)[None] if shape is None else torch.randn(shape)
     last = made.startswith(("Linear", "Embed", "utils", "transformers"))
-    model, name = (
-        torch.nn.Sequential(layer),
-        next(n for n, p in layer.named_parameters() if p.ndim > 1),
-    )
+    model = torch.nn.Sequential(layer)
+    name = next(n for n, p in layer.named_parameters() if p.ndim > 1)
     weight = layer.get_parameter(name)
 
     def outputs(w: Any) -> Any:
@@ -241,11 +237,7 @@ FLAX = {
     "ConvTranspose(3, (2, 2))": (2, 5, 5, 4),
     "Embed(5, 3)": None,
 }
-HAIKU = {
-    "Linear(3)": (2, 4),
-    "Conv2DTranspose(3, 2)": (2, 5, 5, 4),
-    "DepthwiseConv2D(2, 2)": (2, 5, 5, 4),
-}
+HAIKU = dict.fromkeys(("Conv2DTranspose(3, 2)", "DepthwiseConv2D(2, 2)"), (2, 5, 5, 4))
 EQUINOX = {
     "Linear(4, 3, key=key)": (4,),
     "Conv2d(4, 6, 2, groups=2, key=key)": (4, 5, 5),
@@ -274,9 +266,8 @@ def test_units_of_jax_layers(package: str, made: str) -> None:
         apply: Any = (lambda p: jax.vmap(p)(x)) if shape is None else (lambda p: p(x))
     else:
         if package == "haiku":
-            net = module.without_apply_rng(
-                module.transform(lambda x: eval(f"hk.{made}", {"hk": module})(x))
-            )
+            made_new = lambda x: eval(f"hk.{made}", {"hk": module})(x)  # noqa: E731
+            net = module.without_apply_rng(module.transform(made_new))
         else:
             net = eval(f"nn.{made}", {"nn": module})
         params = net.init(key, x)
@@ -301,12 +292,8 @@ def test_units_of_jax_layers(package: str, made: str) -> None:
 @pytest.mark.parametrize("framework", ["numpy", "torch", "tensorflow", "jax"])
 def test_vectors_of_declearn_have_the_layout_of_their_framework(framework: str) -> None:
     require(framework)
-    from fedclip.testing import to_numpy, to_vector
-
     weight, gradient = ROOT.normal(size=(3, 4)), FAR * ROOT.normal(size=(3, 4))
-    output = to_numpy(
-        AGC.preset("nfnets").run(*(to_vector({"w": a}, framework) for a in (gradient, weight)))
-    )["w"]
+    output = run(AGC.preset("nfnets"), {"w": gradient}, {"w": weight}, framework)["w"]
     axis = 0 if framework in ("tensorflow", "jax") else 1
     norms, limits = np.linalg.norm(output, axis=axis), 0.01 * np.linalg.norm(weight, axis=axis)
     np.testing.assert_allclose(norms, limits, rtol=1e-5)

@@ -34,10 +34,7 @@ ARC = {"combine": "arc", "n_hostile": 1}
 SPARSE = {"torch": sparse_coo, "tensorflow": indexed_slices}
 CONFIG = {"name": "clipped-averaging", **ARC}
 
-pytestmark = [
-    pytest.mark.usefixtures("no_round_left_open"),
-    pytest.mark.filterwarnings("ignore:Argument 'logger'"),
-]
+pytestmark = pytest.mark.usefixtures("no_round_left_open")
 
 
 def by_hand(kind: str, rows: np.ndarray, f: int) -> np.ndarray:
@@ -182,6 +179,7 @@ def test_a_secure_sum_that_comes_all_the_same_counts_as_zeros(
         assert "does not go with secure aggregation" in server.start()["update-clip"].stop
 
 
+@pytest.mark.filterwarnings("ignore:Argument 'logger'")
 @pytest.mark.parametrize(
     ("secagg", "aggregator", "text"),
     [

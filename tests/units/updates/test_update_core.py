@@ -72,9 +72,7 @@ def by_the_core(bound: dict[str, Any], client: dict[str, Any], more: dict[str, A
     return [*seen, server.get_state()]
 
 
-def by_the_plugins(
-    bound: dict[str, Any], client: dict[str, Any], more: dict[str, Any]
-) -> list[Any]:
+def by_the_plugins(bound: dict[str, Any], client: dict[str, Any], more: dict[str, Any]) -> Any:
     aggregator = {"name": "clipped-averaging", **client, **more}
     server = Server([("update-clip-server", bound)], aggregator)
     clients, seen = Clients(5, ["update-clip-client"], aggregator), []
@@ -173,18 +171,8 @@ HELD = {
     "a list with counters": nameless(KERNEL, ZEROS, ONES, COUNT),
 }
 FREE = {
-    "biases and scales": {
-        "fc.weight": KERNEL,
-        "fc.bias": ZEROS,
-        "ln.gamma": ONES,
-        "ln.beta": ZEROS,
-    },
-    "heads": {
-        "mean.weight": KERNEL,
-        "var/kernel": KERNEL,
-        "mean": ONES,
-        "average_pool.weight": ONES,
-    },
+    "biases and scales": {"fc.weight": KERNEL, "fc.bias": ZEROS, "ln.beta": ONES, "gamma": ZEROS},
+    "heads": {"mean.weight": KERNEL, "var/kernel": KERNEL, "mean": ONES, "avg_pool.weight": ONES},
     "layer norms": nameless(KERNEL, ZEROS, ONES, ZEROS, ONES, ZEROS, KERNEL),
     "layer scale": nameless(KERNEL, ZEROS, ONES / 9, ONES, ZEROS, KERNEL),
     "scikit-learn": {"coef": KERNEL, "intercept": ZEROS},
@@ -243,25 +231,23 @@ def test_noise_ends_if_no_reply_of_the_first_round_can_be_used() -> None:
 def test_a_server_refuses_them_before_its_first_message() -> None:
     """One client's norm of 40 would give all others a mean of 14."""
     config = {"noise_multiplier": 1.0, "expected_clients": 3}
-    server = Optimizer(lrate=1.0, modules=[UpdateClipServer(**config), ZScoreClipServer()])
-    # What a server learnt in another life does not go out, either.
-    aux: Any = server.collect_aux_var()
+
+    def sent(**more: Any) -> Any:
+        modules = [UpdateClipServer(**more), ZScoreClipServer()]
+        return Optimizer(lrate=1.0, modules=modules).collect_aux_var()
+
+    aux = sent(**config)
     assert "zscore-clip-server sends statistics" in aux["update-clip"].stop
+    # What a server learnt in another life does not go out, either.
     assert (aux["zscore-clip-shared"].labels, aux["zscore-clip-shared"].state) == ([], {})
     client = Optimizer(lrate=1.0, modules=["update-clip-client"])
     with pytest.raises(RuntimeError, match="zscore-clip-server sends statistics"):
         client.process_aux_var({"update-clip": aux["update-clip"]})
-    assert "zscore-clip-server" in server.collect_aux_var()["update-clip"].stop  # type: ignore[attr-defined]
-    may = UpdateClipServer(**config, unnoised=["zscore-clip-server"])
-    server = Optimizer(lrate=1.0, modules=[may, ZScoreClipServer()])
-    assert set(server.collect_aux_var()) == {"update-clip", "zscore-clip-shared"}
-    # It is allowed by name.
-    may = UpdateClipServer(**config, unnoised=["other"])
-    server = Optimizer(lrate=1.0, modules=[may, ZScoreClipServer()])
-    assert "zscore-clip-server" in server.collect_aux_var()["update-clip"].stop  # type: ignore[attr-defined]
-    # Nothing is refused without noise.
-    server = Optimizer(lrate=1.0, modules=[UpdateClipServer(), ZScoreClipServer()])
-    server.collect_aux_var()
+    # It is allowed by name, and nothing is refused without noise.
+    for more, refused in ((["zscore-clip-server"], False), (["other"], True)):
+        stop = sent(**config, unnoised=more)["update-clip"].stop
+        assert ("zscore-clip-server" in stop) == refused
+    assert not sent()["update-clip"].stop
 
 
 def test_a_server_refuses_statistics_that_stand_before_its_noise() -> None:

@@ -90,6 +90,12 @@ def test_shares_are_in_proportion_below_the_cap_and_never_above_it() -> None:
             # Whoever is at the cap has no smaller weight.
             assert all(w >= weight for s, w in zip(shares, weights, strict=True) if s == most)
         assert [s == 0 for s in shares] == [w == 0 for w in weights]
+    assert shares_of([]) == []
+    assert shares_of([0.0, 0.0], 0.5) == [0.0, 0.0]
+    # At the ends of float64.
+    assert shares_of([1.7e308] * 4) == [0.25] * 4
+    assert shares_of([5e-324, 5e-324]) == [0.5, 0.5]
+    assert shares_of([1e308, 1e-308]) == [1.0, 0.0]
 
 
 ARC: dict[str, Any] = {"combine": "arc", "n_hostile": 1}
@@ -178,15 +184,9 @@ def test_no_claim_moves_the_average_by_more_than_its_share(
     """Against what the average is of the others alone, and of zeros in its place."""
     aggregator = averaging(**weights)
     rows = [NumpyVector({"w": np.array(row)}) for row in ([1.0, 0.0], [0.8, 0.0], [0.0, -9.0])]
-    shared: list[Any] = [
-        ClippedUpdates.from_dict(
-            {
-                **aggregator.prepare_for_sharing(updates=row, n_steps=10).to_dict(),
-                "weights": claim if i == 2 else 10,
-            }
-        )
-        for i, row in enumerate(rows)
-    ]
+    fields = [aggregator.prepare_for_sharing(updates=row, n_steps=10).to_dict() for row in rows]
+    fields[2]["weights"] = claim
+    shared: list[Any] = [ClippedUpdates.from_dict(field) for field in fields]
     moved = aggregator.finalize_updates(sum(shared)).coefs["w"]
     counted = claim if type(claim) is int and claim > 0 else 0
     share = Shares(**weights).of([Reply({}, steps=n) for n in (10, 10, counted)])[2].factor
@@ -272,14 +272,6 @@ def test_a_sum_of_steps_that_can_not_be_is_refused(steps: Any) -> None:
 
 
 NOISE: dict[str, Any] = {"start_norm": 1.0, "noise_multiplier": 1.0, "expected_clients": 2}
-
-
-def test_shares_at_the_ends_of_float64() -> None:
-    assert shares_of([]) == []
-    assert shares_of([0.0, 0.0], 0.5) == [0.0, 0.0]
-    assert shares_of([1.7e308] * 4) == [0.25] * 4
-    assert shares_of([5e-324, 5e-324]) == [0.5, 0.5]
-    assert shares_of([1e308, 1e-308]) == [1.0, 0.0]
 
 
 def test_a_table_needs_to_know_who_is_in_a_sum_and_who_sends_what() -> None:
