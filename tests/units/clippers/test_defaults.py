@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the defaults of adaptive clippers promise: no scale, spikes limited, rises followed."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clippers by element, mean, deviation and moving average: what their docstrings promise."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

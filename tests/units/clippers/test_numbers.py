@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clippers on numbers: norms learnt and asked about, statistics as values, limits of one's own."""
 
-from __future__ import annotations
-
 import copy
 import math
 import pickle

@@ -4,8 +4,6 @@
 `test_without_declearn` of tests/project/test_wheel.py runs a round there.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Norms and sums from what goes into layers and comes back: as those of gradients worked out."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two passes in JAX: the sums of stored gradients, whatever the records hold."""
 
-from __future__ import annotations
-
 import functools
 from functools import partial
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gradients of single records: against oracles, and what a record can change at most."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from functools import partial

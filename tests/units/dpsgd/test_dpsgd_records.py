@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records of torch and TensorFlow datasets: each by itself, whatever makes batches of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The private step of plain loops: as Opacus and optax have it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """DP-SGD that protects persons with several records: sums, bounds, samples, budgets, files."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The discrete Gaussian: its probabilities, to the last bit, and what a sum of several is worth."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 

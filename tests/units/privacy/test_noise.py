@@ -1,7 +1,5 @@
 """Noise from a secure generator, and what it costs."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 import os

@@ -1,7 +1,5 @@
 """From a privacy budget to noise, to what it does, and to lines that run."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -120,6 +118,5 @@ def test_turns_have_no_prices_and_evaluations_have_one() -> None:
     assert "trusted" not in call(*BUDGET, "--per-round", "10").stdout
     asked = (*BUDGET, "--evaluation-share", "0.2")
     assert "mean loss of an evaluation: 0.15 loss_bound" in call(*asked).stdout
-    assert "evaluation_share = 0.2, loss_bound = 3.0" in " ".join(
-        json.loads(call(*asked, "--json").stdout)["toml"]
-    )
+    lines = " ".join(json.loads(call(*asked, "--json").stdout)["toml"])
+    assert "evaluation_share = 0.2, loss_bound = 3.0" in lines

@@ -1,7 +1,5 @@
 """What `fedclip.analyse` answers, to whom, and in which words."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 from typing import Any

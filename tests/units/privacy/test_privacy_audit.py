@@ -1,7 +1,5 @@
 """`fedclip privacy audit`: each fault that is built in is refuted, or the claim is not audited."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -29,10 +27,7 @@ from fedclip.updates.limits import Limits
 from fedclip.updates.noise import Budget
 from fedclip.updates.protocol import Reply, Schedule
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:Argument 'logger':DeprecationWarning"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:Argument 'logger'")]
 
 FIXED = "learning_rate = 0.0, "
 CENTRAL = (

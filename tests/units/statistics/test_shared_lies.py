@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared statistics: messages that no client can have sent, and how far liars move a limit."""
 
-from __future__ import annotations
-
 import copy
 from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
@@ -215,9 +213,8 @@ def claim(fed: Federation, values: Sequence[float]) -> Callable[[FedclipSharedCo
             seen = np.array([value])
             judged = Judgement(None, seen, True, unclipped=seen)
             state = rule.tally.add(judged, len(values), state, NUMPY)
-        return said(
-            fed, {name: getattr(state, name)[..., 0].tolist() for name in rule.tally.init(1, NUMPY)}
-        )
+        names = rule.tally.init(1, NUMPY)
+        return said(fed, {name: getattr(state, name)[..., 0].tolist() for name in names})
 
     return tamper
 
@@ -345,7 +342,7 @@ def test_liars_move_a_limit_no_further_than_stated(
 
 
 @pytest.mark.parametrize(
-    ("name", "mean"), [("zscore-clip", 0.0), ("auto-clip", 0.5), ("ema-clip", 0.99)]
+    ("name", "mean"), [*zip(["zscore-clip", "auto-clip", "ema-clip"], [0, 0.5, 0.99], strict=True)]
 )
 def test_a_variance_that_no_norms_of_that_mean_have_is_refused(name: str, mean: float) -> None:
     """Norms between 0 and H have ``sum(u^2) <= H sum(u)``."""

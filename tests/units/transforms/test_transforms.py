@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The protocol of transforms: a user's own one runs wherever it has a step."""
 
-from __future__ import annotations
-
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evaluations with central noise: what a client moves in them, what is written, what it costs."""
 
-from __future__ import annotations
-
 import csv
 import math
 from collections.abc import Iterator
@@ -51,9 +49,7 @@ def module(**settings: Any) -> UpdateClipServer:
     return UpdateClipServer(**{**SETTINGS, **settings})
 
 
-def listening(
-    server: UpdateClipServer, clients: int = CLIENTS, secure: bool = False, more: Any = ()
-) -> Any:
+def listening(server: Any, clients: int = CLIENTS, secure: bool = False, more: Any = ()) -> Any:
     """Return a network that has begun a run, and the module's answer to its first round."""
     change(server=None)
     network: Any = NetworkServerConfig("fedclip-websockets", "127.0.0.1", 8765).build_server()
@@ -156,9 +152,7 @@ def test_update_votes_and_evaluation_together_cost_a_round(settings: dict[str, A
 
 
 @pytest.mark.parametrize("fault", ["", "noise halved", "clip left out"])
-def test_an_audit_finds_the_faults_and_no_others(
-    fault: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_audit_finds_the_faults_and_no_others(fault: str, monkeypatch: Any) -> None:
     """Evaluations with and without a client whose model is as bad as can be."""
     server = module(generator="insecure", seed=3)
     network, _ = listening(server)

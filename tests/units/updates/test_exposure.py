@@ -1,7 +1,5 @@
 """What voids a guarantee is found by `check`, and refused where fedclip itself would do it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -232,9 +230,7 @@ SAMPLED = 'modules = ["value-clip", ["sample-clip", {{mode = "{}"}}], "adam"]'
 
 
 @pytest.mark.parametrize(("added", "level", "words"), [*WHOLE, *OTHERS, *AVERAGES])
-def test_what_voids_a_promise_is_said(
-    check: Any, added: dict[str, Any], level: str, words: str
-) -> None:
+def test_what_voids_a_promise_is_said(check: Any, added: Any, level: str, words: str) -> None:
     whole = (added, level, words) in WHOLE
     assert words in said(central(check, **added) if whole else check(**added), level)
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Update clipping for any engine: flat messages, and a server whose state is in a file."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -91,9 +89,7 @@ def test_a_file_that_is_damaged_is_not_overwritten(text: str, tmp_path: Path) ->
         *[("stop", None), ("stop", 0), ("fedclip", 1)],
     ],
 )
-def test_a_message_comes_through_and_one_that_can_not_be_is_refused(
-    name: str, value: object
-) -> None:
+def test_a_message_comes_through_and_one_that_can_not_be_is_refused(name: str, value: Any) -> None:
     for scope in ("global", ["a.*", "*"], {"head": 0.5, "*": 1.0}):
         sent = SentBound(0.25, False, True, scope, 7, "why", True)
         assert bound_from(json.loads(json.dumps(bound_to(sent)))) == sent

@@ -1,7 +1,5 @@
 """Noise from the sites: integers that are summed exactly, who is refused, and real federations."""
 
-from __future__ import annotations
-
 import functools
 import math
 import operator

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Noise from the sites: who is refused before the first step, and what is said of it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -160,7 +158,7 @@ def test_what_noise_does_not_cover_is_refused_before_the_first_step(
     assert weights(trained.model) == weights(linear())
 
 
-COST = f"{epsilon([Release(2.0, 3)], 1e-5):.4g}"
+COST = f"epsilon = {epsilon([Release(2.0, 3)], 1e-5):.4g}"
 
 OPTIM = """
 [secagg]
@@ -203,12 +201,7 @@ def test_spent_says_what_it_is_if_clients_tell_their_noise(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("old", "new", "level", "text"),
     [
-        (
-            "",
-            "",
-            "note",
-            f"If 1 of them add none, or reveal theirs to the server, epsilon = {COST}",
-        ),
+        ("", "", "note", f"If 1 of them add none, or reveal theirs to the server, {COST}"),
         ("", "", "note", "NumPy's PCG64, which is no cryptographic generator"),
         ("34", "64", "problem", "integers of 62 bits for each client are not summed exactly"),
         ("register = 4", "register = 3", "problem", "a round has at most 3 clients, and needs"),

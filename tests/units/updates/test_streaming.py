@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replies that are added as they arrive: one sum, whatever the order, in constant memory."""
 
-from __future__ import annotations
-
 import json
 import tracemalloc
 from pathlib import Path

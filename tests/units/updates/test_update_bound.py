@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bound of updates: how it follows the votes, what they cost, and who is counted."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace
@@ -145,9 +143,7 @@ def test_a_vote_through_plain_tables_and_from_an_older_client() -> None:
 
 
 @pytest.mark.parametrize("noise", [{}, PRIVATE], ids=["plain", "noise"])
-def test_votes_without_bins_count_as_two_bins_or_not_at_all(
-    noise: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_votes_without_bins_count_as_two_bins_or_not_at_all(noise: Any, caplog: Any) -> None:
     server = UpdateServer(AdaptiveBound(1.0, **noise))
     server.open()
     replies = [Reply(MODEL, votes=1, within=int(i == 0), sender=f"c{i}") for i in range(4)]

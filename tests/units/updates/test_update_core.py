@@ -1,7 +1,5 @@
 """Update clipping for any engine, beside declearn's plug-ins on the same data."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from dataclasses import replace
@@ -13,7 +11,6 @@ from declearn.model.sklearn import NumpyVector
 from declearn.optimizer import Optimizer
 from federation_helpers import Clients, Server
 from federation_helpers import sent as arrived
-from helpers import require
 
 from fedclip import UpdateClipServer
 from fedclip.engines.declearn.messages import UpdateClipVotes
@@ -23,7 +20,6 @@ from fedclip.errors import FedclipWarning
 from fedclip.updates.aggregation import Combining
 from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.client import UpdateClient
-from fedclip.updates.limits import statistics_of
 from fedclip.updates.protocol import Reply, SentBound
 from fedclip.updates.server import UpdateServer
 from fedclip.updates.weights import Shares
@@ -114,9 +110,7 @@ TABLE = {"a": 1.0, "b": 2.0, "c": 5.0, "d": 40.0, "e": 3.0}
         ({"start_norm": 0.5}, {}, {"combine": "trimmed", "n_hostile": 2}),
     ],
 )
-def test_the_core_and_the_plugins_give_the_same(
-    bound: dict[str, Any], client: dict[str, Any], more: dict[str, Any]
-) -> None:
+def test_the_core_and_the_plugins_give_the_same(bound: Any, client: Any, more: Any) -> None:
     """Bounds, averages and states, over rounds with NaN, an outlier, and a client that is silent.
 
     Both go on from their state in the middle.
@@ -201,17 +195,6 @@ def test_what_is_free_may_have_noise_and_all_may_be_clipped_without(name: str) -
     noise = 1.0 if name in FREE else 0.0
     server = UpdateServer(AdaptiveBound(noise_multiplier=noise, **SAME if noise else {}))
     server.check_model((HELD | FREE)[name])
-
-
-@pytest.mark.parametrize("kind", ["BatchNorm1d", "InstanceNorm1d", "LayerNorm"])
-def test_layers_of_torch_are_told_by_what_they_hold(kind: str) -> None:
-    torch: Any = require("torch")
-    layer = getattr(torch.nn, kind)(4)
-    if kind == "InstanceNorm1d":
-        layer = torch.nn.InstanceNorm1d(4, track_running_stats=True)
-    held = layer.state_dict()
-    for model in (held, nameless(*held.values())):
-        assert bool(statistics_of(model)) == (kind != "LayerNorm")
 
 
 def test_noise_ends_if_no_reply_of_the_first_round_can_be_used() -> None:

@@ -1,7 +1,5 @@
 """Weights of `clipped-averaging`: shares by steps or by a public table, with a cap."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any
@@ -178,9 +176,7 @@ CLAIMS = [10**9, 2**63 - 1, math.nan, math.inf, 0, -1, -(10**9), True, None, "9"
 
 @pytest.mark.parametrize("claim", CLAIMS, ids=repr)
 @pytest.mark.parametrize("weights", [w for w in KINDS_OF_WEIGHTS if w.get("weights") == "steps"])
-def test_no_claim_moves_the_average_by_more_than_its_share(
-    weights: dict[str, Any], claim: Any
-) -> None:
+def test_no_claim_moves_the_average_by_more_than_its_share(weights: Any, claim: Any) -> None:
     """Against what the average is of the others alone, and of zeros in its place."""
     aggregator = averaging(**weights)
     rows = [NumpyVector({"w": np.array(row)}) for row in ([1.0, 0.0], [0.8, 0.0], [0.0, -9.0])]
@@ -203,9 +199,7 @@ def counted_share(weights: dict[str, Any], claim: int) -> float:
 
 
 @pytest.mark.parametrize("sender", ["eve", "", "a"])
-def test_another_name_than_its_own_gives_no_share(
-    sender: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_another_name_than_its_own_gives_no_share(sender: str, caplog: Any) -> None:
     """A share goes by the name that the engine sets; a second reply of a name has none."""
     server = UpdateServer(AdaptiveBound(1.0), shares=Shares({"a": 3.0, "b": 1.0}))
     opened, model = server.open(), {"w": np.zeros(2)}
