@@ -243,25 +243,22 @@ LOUDEST = [(i, 1e6, 1e6) for i in range(13)]
 ODD = [*zip((0, 1, 2, 3, 4, 4), (np.nan, np.inf, 1, 1, 0, 1), (1, 5, 0, 1e6, 1, 5), strict=True)]
 
 
-def batch_of(name: str, records: Records) -> Any:
-    _, x, y = model_of(name)
-    at, loud, weights = map(np.array, zip(*records, strict=True))
-    inputs: Any = x[at]
-    scale = loud.reshape(-1, *[1] * (inputs.ndim - 1))
-    if hasattr(inputs, "new_tensor"):
-        inputs = inputs * inputs.new_tensor(scale)
-    else:
-        with np.errstate(all="ignore"):
-            inputs = (inputs * scale).astype(inputs.dtype)
-    return inputs, y[at], weights.astype("float32")
-
-
 def sum_of(name: str, mode: str, records: Records) -> Any:
-    model = model_of(name)[0]
+    model, x, y = model_of(name)
+    batches = []
+    if records:
+        at, loud, weights = map(np.array, zip(*records, strict=True))
+        scale = loud.reshape(-1, *[1] * (x.ndim - 1))
+        if hasattr(x, "new_tensor"):
+            inputs = x[at] * x.new_tensor(scale)
+        else:
+            with np.errstate(all="ignore"):
+                inputs = (x[at] * scale).astype(x.dtype)
+        batches = [(inputs, y[at], weights.astype("float32"))]
     names = [*model.get_weights(trainable=True).coefs]
     clipping = SampleClipping([names[0], names[1]] if mode == "patterns" else mode)
     sums, norms = clipped_sum(
-        *(model, [batch_of(name, records)] if records else []),
+        *(model, batches),
         partial(clipping.factors, bound=C),
         groups=clipping.groups(names),
         micro_batch=4,

@@ -55,19 +55,17 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path
 
 def of_clients(
     write: Any, more: str = "", rate: str = FIXED, z: float = 1.5, rounds: int = 4, **changes: str
-) -> Path:
+) -> Any:
     server = CENTRAL.format(more=more, rate=rate, z=z)
-    file: Path = write(server=server, more=CROWD, rounds=rounds, **changes)
-    return file
+    return write(server=server, more=CROWD, rounds=rounds, **changes)
 
 
 def of_records(
     write: Any, epsilon: float = 4.0, size: int = 25, steps: int = 20, clip: str = '"sample-clip"'
-) -> Path:
+) -> Any:
     changes = {"aggregator": '"averaging"', "server": "[]", "client": f"[{clip}]"}
     training, more = f"n_steps = {steps}", PRIVATE.format(epsilon=epsilon)
-    file: Path = write(rounds=2, batch_size=size, training=training, more=more, **changes)
-    return file
+    return write(rounds=2, batch_size=size, training=training, more=more, **changes)
 
 
 def less_noise(by: float) -> list[Any]:

@@ -12,6 +12,7 @@ from declearn.main.utils import Checkpointer
 from declearn.optimizer import Optimizer
 from report_runs import Node, call, large_run
 
+from fedclip.privacy.ledger import FILE, Ledger
 from fedclip.report import page_of, read_report
 from fedclip.report.findings import Advice, Proposal
 from fedclip.report.reading import LEDGER
@@ -20,15 +21,6 @@ pytest.importorskip("vl_convert")
 pytest.importorskip("jinja2")
 
 NAMES = ("<script>alert(3)", "[red]", "\x1b[31mred", '"><img src=x onerror=alert(1)>', "{{ 7*7 }}")
-
-
-def of_others(folder: Path) -> Path:
-    """Write a run whose names are markup."""
-    for name in NAMES:
-        Node(folder / name, ["no-op"]).round([1.0, 2.0])
-    metrics = {"<img src=x onerror=alert(2)>": 1.0, "__proto__": 2.0, "loss": 0.5}
-    Node(folder / "server", ["no-op"]).round([1.0], metrics=metrics)
-    return folder
 
 
 def page(folder: Path, **options: Any) -> str:
@@ -70,7 +62,11 @@ def test_the_page_is_one_file_without_links(small: Path) -> None:
 
 
 def test_other_peoples_names_are_shown_as_they_are(tmp_path: Path) -> None:
-    text = page(of_others(tmp_path), spent={"server": ["<b>epsilon</b>"]})
+    for name in NAMES:
+        Node(tmp_path / name, ["no-op"]).round([1.0, 2.0])
+    metrics = {"<img src=x onerror=alert(2)>": 1.0, "__proto__": 2.0, "loss": 0.5}
+    Node(tmp_path / "server", ["no-op"]).round([1.0], metrics=metrics)
+    text = page(tmp_path, spent={"server": ["<b>epsilon</b>"]})
     html = text.partition('<script type="application/json"')[0]
     assert not re.search("<(b|img|i)[ >]", html)
     assert "\x1b" not in text
@@ -89,13 +85,9 @@ def sites(folder: Path, count: int, module: Any = "no-op", rounds: int = 3) -> P
     return folder
 
 
-def clipper_of(text: str) -> Any:
-    (experiment,) = data_of(text)["experiments"]
-    return experiment["clippers"][0]
-
-
 def test_of_many_clients_the_ends_have_names_and_are_not_in_the_band(tmp_path: Path) -> None:
-    clipper = clipper_of(page(sites(tmp_path, 12)))
+    (experiment,) = data_of(page(sites(tmp_path, 12)))["experiments"]
+    clipper = experiment["clippers"][0]
     assert [name for name, _ in clipper["lines"]] == ["highest: site-11", "lowest: site-0"]
     assert clipper["band"] == [[r, 1.01, 1.1] for r in (1, 2, 3)]
 
@@ -152,10 +144,11 @@ def test_nothing_empty_is_drawn(tmp_path: Path, module: Any, said: str, charts: 
     assert said in text
 
 
-def private_run(folder: Path) -> Path:
-    """Write what two clients with DP-SGD leave: one has the module that says so, both a ledger."""
-    from fedclip.privacy.ledger import Ledger
-
+@pytest.mark.slow
+def test_a_private_run_shows_its_budget_and_nothing_of_records(tmp_path: Path) -> None:
+    """Of two clients with DP-SGD, one has the module that says so, and both have a ledger."""
+    assert FILE == LEDGER
+    folder, file = tmp_path / "run", tmp_path / "r.html"
     for name, modules in (("a", [["sample-clip", {}]]), ("b", [])):
         (folder / name).mkdir(parents=True)
         (folder / name / "optimizer_state_1.mpk").write_bytes(msgpack.packb({"modules": modules}))
@@ -167,16 +160,7 @@ def private_run(folder: Path) -> Path:
     for i in (1, 2):
         server.save_metrics({"loss": 1.0 / i}, timestamp=f"{i}")
     server.save_optimizer(Optimizer(1.0), timestamp="2")
-    return folder
-
-
-@pytest.mark.slow
-def test_a_private_run_shows_its_budget_and_nothing_of_records(tmp_path: Path) -> None:
-    from fedclip.privacy.ledger import FILE
-
-    assert FILE == LEDGER
-    file = tmp_path / "r.html"
-    shown = call("report", private_run(tmp_path / "run"), "--html", file)
+    shown = call("report", folder, "--html", file)
     assert shown.exit_code == 0, shown.stderr
     text = file.read_text()
     for part in (shown.stdout, text):
@@ -186,5 +170,5 @@ def test_a_private_run_shows_its_budget_and_nothing_of_records(tmp_path: Path) -
         assert not re.search("7654321|features", re.sub("<script.*", "", part, flags=re.S))
     assert shown.stdout.startswith("The run adds noise and records no norms")
     assert "After the last evaluation: loss 0.5." in shown.stdout
-    assert call("compare", tmp_path / "run").exit_code == 0
+    assert call("compare", folder).exit_code == 0
     assert "data-norms" not in re.sub("<script.*", "", text, flags=re.S)

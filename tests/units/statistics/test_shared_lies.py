@@ -19,10 +19,8 @@ from fedclip.rules.sharing import Judgement
 from fedclip.statistics.client import SharedRule
 from fedclip.statistics.counts import _EDGES, ERROR, FedclipSharedCounts, Round, Tally, counts_of
 
-every_clipper = pytest.mark.parametrize("name", CONFIGS)
 
-
-@every_clipper
+@pytest.mark.parametrize("name", CONFIGS)
 def test_many_clients_are_checked_together_and_lies_are_left_out_alone(name: str) -> None:
     fed = Federation(name)
     rng = np.random.default_rng(11)

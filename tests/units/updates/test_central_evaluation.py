@@ -59,12 +59,6 @@ def listening(server: Any, clients: int = CLIENTS, secure: bool = False, more: A
     return network, server.collect_aux_var()
 
 
-def train(server: UpdateClipServer) -> None:
-    """Have a round paid for."""
-    server.collect_aux_var()
-    server.process_aux_var(UpdateClipVotes(n_clients=CLIENTS, n_votes=CLIENTS, n_within=5))
-
-
 def reply(loss: float, accuracy: float = 0.5, samples: float = 20.0) -> EvaluationReply:
     states = {"loss": loss, "accuracy": accuracy}
     told = {name: MeanState(value * samples, samples) for name, value in states.items()}
@@ -73,7 +67,9 @@ def reply(loss: float, accuracy: float = 0.5, samples: float = 20.0) -> Evaluati
 
 def told(server: UpdateClipServer, network: Any, replies: list[Message]) -> EvaluationReply:
     """Return what declearn's server gets of the evaluations of a new round."""
-    train(server)
+    # Have the round paid for.
+    server.collect_aux_var()
+    server.process_aux_var(UpdateClipVotes(n_clients=CLIENTS, n_votes=CLIENTS, n_within=5))
     found = network._evaluations({f"client {i}": one for i, one in enumerate(replies)})
     assert list(found) == ["all clients"]
     return found["all clients"]  # type: ignore[no-any-return]

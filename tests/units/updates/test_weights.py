@@ -37,22 +37,6 @@ SECURE = [w for w in KINDS_OF_WEIGHTS if not Shares(**w).unfit(True)]
 pytestmark = pytest.mark.usefixtures("no_round_left_open")
 
 
-def expected(weights: dict[str, Any]) -> list[float]:
-    """Return the shares of all four clients, by hand."""
-    kind, most = weights.get("weights", "equal"), weights.get("max_share")
-    if kind == "equal":
-        return [0.25] * 4
-    if kind == "steps":
-        counted = [min(n, weights.get("max_steps", n)) for n in STEPS]
-    else:
-        counted = list(kind.values())
-    if most is None:
-        return [n / sum(counted) for n in counted]
-    # Only the last client is above the cap.
-    rest = sum(counted[:3])
-    return [*((1 - most) * n / rest for n in counted[:3]), most]
-
-
 def updates(seed: int = 0) -> list[dict[str, np.ndarray]]:
     rng = np.random.default_rng(seed)
     rows = rng.normal(size=(4, 12)) * [[0.2], [1.0], [3.0], [0.4]]
@@ -144,8 +128,15 @@ def test_an_average_and_a_bound_by_hand(weights: dict[str, Any]) -> None:
         ]
         return server.close(replies, like=updates()[0])
 
+    kind, most = weights.get("weights", "equal"), weights.get("max_share")
+    steps = [min(n, weights.get("max_steps", n)) for n in STEPS]
+    counted = {"equal": [1] * 4, "steps": steps}.get(str(kind), [*TABLE.values()])
+    shares = [n / sum(counted) for n in counted]
+    if most is not None:
+        # Only the last client is above the cap.
+        shares = [*((1 - most) * n / sum(counted[:3]) for n in counted[:3]), most]
     found, rows = closed(weights), [clipped(update, 0.5) for update in updates()]
-    right = sum(s * row for s, row in zip(expected(weights), rows, strict=True))
+    right = sum(s * row for s, row in zip(shares, rows, strict=True))
     np.testing.assert_allclose(flat(found.average), right, atol=1e-6)
     assert found.record["next_bound"] == closed({}).record["next_bound"]
 
@@ -189,13 +180,8 @@ def test_no_claim_moves_the_average_by_more_than_its_share(weights: Any, claim: 
     assert abs(moved[1]) == pytest.approx(share, abs=1e-5)
     # The honest ones have what is left, or more of it if nothing is left over.
     assert norm(NumpyVector({"w": moved})) <= 1.0
-    most = weights.get("max_share") or counted_share(weights, counted)
-    assert share <= most + 1e-12
-
-
-def counted_share(weights: dict[str, Any], claim: int) -> float:
-    claim = min(claim, weights.get("max_steps", claim))
-    return claim / (claim + 20)
+    most = min(counted, weights.get("max_steps", counted))
+    assert share <= (weights.get("max_share") or most / (most + 20)) + 1e-12
 
 
 @pytest.mark.parametrize("sender", ["eve", "", "a"])
@@ -213,31 +199,28 @@ def test_another_name_than_its_own_gives_no_share(sender: str, caplog: Any) -> N
     assert [bool(fault) for fault in closed.faults] == [False, False, True]
 
 
-def both(weights: dict[str, Any], kind: str, names: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the averages of the same updates in cleartext and under secure aggregation."""
-    server, replies = averaging(**weights), {}
-    for name in names:
-        i = NAMES.index(name)
-        client: Any = Aggregator.from_config(server.addressed(name).get_config())
-        update = NumpyVector({k: array.astype("f8") for k, array in updates()[i].items()})
-        shared = client.prepare_for_sharing(updates=update, n_steps=STEPS[i])
-        replies[name] = TrainReply(updates=shared, aux_var={}, n_epoch=1, n_steps=1, t_spent=0.0)
-    total: Any = sent_through(kind, list(replies.values()))
-    clear = {name: sent(reply) for name, reply in replies.items()}
-    note_senders(clear)
-    plain = server.finalize_updates(sum(reply.updates for reply in clear.values()))
-    sampler = NamedClients()
-    sampler.init_clients(set(NAMES))
-    model = SklearnSGDModel.from_parameters(kind="regressor")
-    sampler.update(dict.fromkeys(names, total), model)
-    return flat(plain.coefs), flat(server.finalize_updates(total.updates).coefs)
-
-
 @pytest.mark.parametrize("weights", SECURE)
 @pytest.mark.parametrize("kind", KINDS)
 def test_secure_sums_equal_cleartext(kind: str, weights: dict[str, Any]) -> None:
+    """Of all clients, and of all but the first."""
+    server = averaging(**weights)
+    model = SklearnSGDModel.from_parameters(kind="regressor")
     for names in (NAMES, NAMES[1:]):
-        plain, secure = both(weights, kind, names)
+        replies = {}
+        for name in names:
+            i = NAMES.index(name)
+            client: Any = Aggregator.from_config(server.addressed(name).get_config())
+            update = NumpyVector({k: array.astype("f8") for k, array in updates()[i].items()})
+            shared = client.prepare_for_sharing(updates=update, n_steps=STEPS[i])
+            replies[name] = TrainReply(1, STEPS[i], 0.0, updates=shared, aux_var={})
+        total: Any = sent_through(kind, list(replies.values()))
+        clear = {name: sent(reply) for name, reply in replies.items()}
+        note_senders(clear)
+        plain = flat(server.finalize_updates(sum(reply.updates for reply in clear.values())).coefs)
+        sampler = NamedClients()
+        sampler.init_clients(set(NAMES))
+        sampler.update(dict.fromkeys(names, total), model)
+        secure = flat(server.finalize_updates(total.updates).coefs)
         if "max_share" in weights and names != NAMES:
             # The cap is that of the whole table: nobody has more, and the step is shorter.
             assert np.linalg.norm(secure) < np.linalg.norm(plain)
