@@ -42,7 +42,7 @@ def test_the_rate_in_use_is_never_above_the_one_accounted_for() -> None:
         edge = math.floor(Fraction(PoissonSampler(records, expected).rate) * 2**64)
         words = np.full(records, edge, dtype=np.uint64)
         words[1:3] = edge - 1, 0
-        sampler = PoissonSampler(records, expected, lambda size, words=words: words)  # type: ignore[misc]
+        sampler = PoissonSampler(records, expected, lambda size, words=words: words)
         assert sampler.draw().tolist() == [1, 2]
     whole = PoissonSampler(5, 99)
     assert len(whole.draw()) == whole.expected == 5
@@ -51,7 +51,7 @@ def test_the_rate_in_use_is_never_above_the_one_accounted_for() -> None:
 @pytest.mark.parametrize(("records", "expected"), [(0, 1), (3, 0), (2.5, 1), (3, True)])
 def test_sampler_refuses(records: object, expected: object) -> None:
     with pytest.raises((TypeError, ValueError), match="must be an int"):
-        PoissonSampler(records, expected)  # type: ignore[arg-type]
+        PoissonSampler(records, expected)
 
 
 @pytest.mark.slow

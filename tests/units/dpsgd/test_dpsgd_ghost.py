@@ -96,7 +96,7 @@ def folded() -> Any:
     )
 
 
-class Halved(nn.Linear):  # type: ignore[misc]
+class Halved(nn.Linear):
     def forward(self, x: Any) -> Any:
         return 0.5 * super().forward(x)
 

@@ -170,7 +170,7 @@ def test_what_is_used_and_not_followed_is_refused_and_numbers_are_trained() -> N
     from fedclip.dpsgd.step import PrivateMean
     from fedclip.loops.torch import private_gradients
 
-    class Net(torch.nn.Module):  # type: ignore[misc, name-defined]
+    class Net(torch.nn.Module):
         """Frozen layers with a gradient of their inputs, as PEFT has them, and a scale."""
 
         def __init__(self, reentrant: bool, dropout: float = 0.0) -> None:

@@ -26,7 +26,7 @@ def sentences(weights: bool = False) -> list[Any]:
     ]
 
 
-class Endless(torch.utils.data.IterableDataset):  # type: ignore[misc]
+class Endless(torch.utils.data.IterableDataset):
     def __iter__(self) -> Any:
         return iter([])
 

@@ -91,7 +91,6 @@ def test_what_a_plan_says_of_secure_sums_is_enough_for_them(values: str, said: s
     noise = UpdateClipClient(**client[1]).noise
     assert noise == UpdateClipServer(**server[1]).site.get_config()
     numbers = re.search(r"clipval = (\S+) times max_norm, and bitsize (.*)", text)
-    assert numbers is not None
     assert numbers[2] == said
     dtype = np.dtype(said.split()[-1].rstrip(")"))
     secagg = {"clipval": float(numbers[1]), "bitsize": int(said[:2])}

@@ -33,7 +33,7 @@ def experiment(tmp_path: Path) -> Path:
 def text(report: Report, **options: bool) -> str:
     console = Console(file=io.StringIO(), width=120)
     console.print(report.table(**options))
-    return console.file.getvalue()  # type: ignore[attr-defined]
+    return console.file.getvalue()
 
 
 @pytest.mark.parametrize("clock", ["set back", "names alone"])

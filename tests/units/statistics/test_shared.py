@@ -248,7 +248,7 @@ def test_no_norm_is_sent_twice_nor_with_another_state() -> None:
         if not collect:
             return 0
         (aux,) = client.collect_aux_var().values()
-        return int(aux.counts[0, 0])  # type: ignore[attr-defined]
+        return int(aux.counts[0, 0])
 
     # The server's state stands still: nothing arrives.
     assert [go([1.0] * 3), go([1.0] * 2), go([])] == [3, 2, 0]

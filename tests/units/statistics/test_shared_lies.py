@@ -119,7 +119,7 @@ def test_the_highest_bucket_is_that_of_the_highest_norm() -> None:
         (edge, edge * 1.1, False),
     ):
         init = tally.init(1, NUMPY)
-        state = namedtuple("State", init)(**init)  # type: ignore[misc]
+        state = namedtuple("State", init)(**init)
         judged = Judgement(None, np.array([norm]), True)
         fields = tally.add(judged, 1, state, NUMPY)._asdict()
         column = tally.encode({k: np.asarray(v)[..., 0].tolist() for k, v in fields.items()}, 0.0)

@@ -72,7 +72,7 @@ def told(server: UpdateClipServer, network: Any, replies: list[Message]) -> Eval
     server.process_aux_var(UpdateClipVotes(n_clients=CLIENTS, n_votes=CLIENTS, n_within=5))
     found = network._evaluations({f"client {i}": one for i, one in enumerate(replies)})
     assert list(found) == ["all clients"]
-    return found["all clients"]  # type: ignore[no-any-return]
+    return found["all clients"]
 
 
 OTHERS = [reply(1.0, 0.9) for _ in range(CLIENTS - 1)]
@@ -96,7 +96,7 @@ def test_one_client_moves_the_sums_by_its_bound_at_most(quiet: Any, sent: Any) -
     without, among = (told(server, network, [*OTHERS, *more]) for more in ([], [sent]))
     moved = np.array(
         [
-            (among.metrics[name].num_sum - without.metrics[name].num_sum) * CLIENTS / bound  # type: ignore[attr-defined]
+            (among.metrics[name].num_sum - without.metrics[name].num_sum) * CLIENTS / bound
             for name, bound in (("loss", BOUND), ("accuracy", 1.0))
         ]
     )
@@ -106,7 +106,7 @@ def test_one_client_moves_the_sums_by_its_bound_at_most(quiet: Any, sent: Any) -
     # What is handed on does not say how many there were, how long they took, or on what.
     for one in (without, among):
         assert (one.n_steps, one.t_spent, one.metrics.keys()) == (1, 0.0, {"loss", "accuracy"})
-        assert {state.divisor for state in one.metrics.values()} == {1.0}  # type: ignore[attr-defined]
+        assert {state.divisor for state in one.metrics.values()} == {1.0}
 
 
 def test_the_mean_is_that_of_the_clients(quiet: Any) -> None:
@@ -114,7 +114,7 @@ def test_the_mean_is_that_of_the_clients(quiet: Any) -> None:
     network, _ = listening(server)
     found = told(server, network, [*OTHERS, reply(2.0, 0.4)])
     assert found.loss == pytest.approx(1.1)
-    assert found.metrics["accuracy"].num_sum == pytest.approx(0.85)  # type: ignore[attr-defined]
+    assert found.metrics["accuracy"].num_sum == pytest.approx(0.85)
 
 
 def test_each_round_pays_for_one_evaluation() -> None:
@@ -136,14 +136,12 @@ def test_each_round_pays_for_one_evaluation() -> None:
 @pytest.mark.parametrize("settings", [{}, {"learning_rate": 0.0}, {"bits_noise": 30.0}])
 def test_update_votes_and_evaluation_together_cost_a_round(settings: dict[str, Any]) -> None:
     budget = module(**settings).budget
-    assert budget is not None
     parts = [budget.update_noise, budget.evaluation_noise]
     parts += [2.0 * budget.bits_noise] if budget.bits_noise else []
     assert sum(z**-2.0 for z in parts) == pytest.approx(Z**-2.0)
     found = plan(8.0, 1e-5, 100, CLIENTS, evaluation_share=SHARE)
     assert epsilon([Release(found.noise_multiplier, 100)], 1e-5) <= 8.0
-    planned = UpdateClipServer(**found.config).budget  # type: ignore[arg-type]
-    assert planned is not None
+    planned = UpdateClipServer(**found.config).budget
     assert planned.update_noise == found.update_noise
 
 
@@ -152,7 +150,6 @@ def test_an_audit_finds_the_faults_and_no_others(fault: str, monkeypatch: Any) -
     """Evaluations with and without a client whose model is as bad as can be."""
     server = module(generator="insecure", seed=3)
     network, _ = listening(server)
-    assert server.budget is not None
     if fault == "noise halved":
         server.budget.evaluation_noise /= 2
     if fault == "clip left out":
@@ -160,9 +157,7 @@ def test_an_audit_finds_the_faults_and_no_others(fault: str, monkeypatch: Any) -
 
     def seen(replies: list[Message]) -> Any:
         found = [told(server, network, replies).metrics for _ in range(2000)]
-        return np.array(
-            [[one["loss"].num_sum / BOUND, one["accuracy"].num_sum] for one in found]  # type: ignore[attr-defined]
-        )
+        return np.array([[one["loss"].num_sum / BOUND, one["accuracy"].num_sum] for one in found])
 
     # Numbers in the middle, so that few means are clamped.
     others: list[Message] = [reply(1.5, 0.5) for _ in range(CLIENTS - 1)]

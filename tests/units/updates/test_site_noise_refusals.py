@@ -129,9 +129,9 @@ def test_a_site_says_itself_what_noise_it_wants(modules: Any, aggregator: str, t
     site = fedclip.PersonalFederatedClient(netwk, data, noise=NOISE, secagg=keys)
     within, optim = Aggregator.from_config({"name": aggregator}), Optimizer(0.1, modules=modules)
     with pytest.raises(ValueError, match=text):
-        site.trainmanager = SimpleNamespace(aggrg=within, optim=optim)  # type: ignore[assignment]
+        site.trainmanager = SimpleNamespace(aggrg=within, optim=optim)
     # Nor does a policy go with it, which would clip its noise.
-    gated = GatedNetwork(SimpleNamespace(server_uri="", name="a"), Gate(Policy(max_norm=1.0)))  # type: ignore[arg-type]
+    gated = GatedNetwork(SimpleNamespace(server_uri="", name="a"), Gate(Policy(max_norm=1.0)))
     with pytest.raises(Refused, match="would clip the noise"):
         gated.check(Aggregator.from_config(CLIPPED), clients_with(1).optimizers[0].modules)
 

@@ -80,10 +80,10 @@ def test_a_round_that_is_not_closed_is_discarded(tmp_path: Path) -> None:
     kept = PersistentServer({"start_norm": 2.0}, tmp_path)
     kept.open()
     before = json.dumps(kept.server.get_state())
-    file = kept.path.read_bytes()  # type: ignore[union-attr]
+    file = kept.path.read_bytes()
     kept.add(replies()[0], MODEL)
     assert json.dumps(kept.server.get_state()) == before
-    assert kept.path.read_bytes() == file  # type: ignore[union-attr]
+    assert kept.path.read_bytes() == file
     kept.open()
     kept.add(replies()[1], MODEL)
     closed = kept.close()

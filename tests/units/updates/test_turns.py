@@ -44,7 +44,7 @@ BANDED: dict[str, Any] = {
 
 def matrix(c: tuple[float, ...], rounds: int) -> np.ndarray[Any, Any]:
     """Return C, which has the coefficients on its diagonals."""
-    return sum(np.diag([x] * (rounds - j), -j) for j, x in enumerate(c[:rounds]))  # type: ignore[return-value]
+    return sum(np.diag([x] * (rounds - j), -j) for j, x in enumerate(c[:rounds]))
 
 
 @settings(deadline=None)
@@ -144,7 +144,7 @@ def test_a_first_round_that_only_votes_begins_no_stream(monkeypatch: pytest.Monk
     bound = AdaptiveBound(**{**BANDED, "start_norm": None, "bits_noise": 1.01})
     server, like = UpdateServer(bound), {"w": np.ones(5)}
     owed = [[2.02, 1], [2.0, 1]]
-    assert bound.budget.cost(4) == epsilon([Release(*o) for o in owed], 1e-5)  # type: ignore[union-attr]
+    assert bound.budget.cost(4) == epsilon([Release(*o) for o in owed], 1e-5)
     for round_ in range(4):
         sent = server.open(Participation(3, 6))
         assert sent.only_votes == (round_ == 0)
@@ -153,7 +153,7 @@ def test_a_first_round_that_only_votes_begins_no_stream(monkeypatch: pytest.Monk
         closed = server.close(replies, like)
         assert (closed.withheld, closed.record["withheld"]) == (round_ == 0, round_ == 0)
         assert bool(np.any(closed.average["w"])) == (round_ > 0)
-        assert sorted(bound.get_state()["spent"]) == sorted(owed[: 1 + (round_ > 0)])  # type: ignore[call-overload]
+        assert sorted(bound.get_state()["spent"]) == sorted(owed[: 1 + (round_ > 0)])
     assert drawn == [5] * 3
 
 

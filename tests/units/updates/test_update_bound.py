@@ -207,7 +207,7 @@ def test_steps_depend_on_noised_votes_only(monkeypatch: pytest.MonkeyPatch) -> N
 def test_counts_are_possible_before_they_get_noise() -> None:
     """However many clients reply, one of them moves what the noise is added to by 1."""
     bound, seen = AdaptiveBound(1.0, **PRIVATE), []
-    bound.budget.noised_counts = lambda counts, round_: seen.append(counts) or counts  # type: ignore
+    bound.budget.noised_counts = lambda counts, round_: seen.append(counts) or counts
     for many in (3.0, 4.0, 1e6, 1e6 + 1):
         bound.open()
         bound.count(counts(b3=many), int(many))
@@ -221,7 +221,6 @@ def test_a_first_round_without_a_start_costs_its_votes(share: float, loss: float
     bound = AdaptiveBound(**config)
     votes = 3.0 if not share else (3.0**-2 + 2.0**-2) ** -0.5
     both = [Release(votes), Release(1.0)]
-    assert bound.budget is not None
     assert bound.budget.cost(2) == pytest.approx(epsilon(both, 1e-5))
     assert bound.open().only_votes
     bound.count(counts(b9=4.0), 4)
@@ -349,7 +348,6 @@ def test_a_vote_that_does_not_fit_its_bin_is_not_counted() -> None:
 def test_banded_noise_is_as_long_as_its_coefficients() -> None:
     banded = {"separation": 3, "noise": "banded", "rounds": 12, "learning_rate": 0.0}
     made = AdaptiveBound(1.0, **PRIVATE, **banded)
-    assert made.budget is not None
     alone = math.hypot(*made.budget.coefficients)
     assert alone > 1.05
     assert made.budget.update_noise == pytest.approx(alone)

@@ -127,7 +127,7 @@ def test_the_vote_on_groups_is_about_the_longest_of_them(
     ratio = max(norms)  # the limit of each group is 1
     assert reply.aux_var["update-clip"] == vote(ratio, not within)
     assert reply.updates.n_clipped == 1 - within
-    (record,) = clients.optimizers[0].modules[0].rounds  # type: ignore[attr-defined]
+    (record,) = clients.optimizers[0].modules[0].rounds
     assert (record.norm_max, record.limit, record.clipped) == (need, 2.0, 1 - within)
 
 
@@ -181,15 +181,13 @@ def test_fixed_bound_from_the_server_asks_for_no_votes(noise: dict[str, Any], ca
     assert "within it" not in caplog.text
     # Nor is there noise for votes: all that a round is charged is for the updates.
     config |= {"noise_multiplier": 1.0, "expected_clients": 2}
-    assert fedclip.UpdateClipServer(**config).budget.update_noise == 1.0  # type: ignore[arg-type]
+    assert fedclip.UpdateClipServer(**config).budget.update_noise == 1.0
     assert server.module.bound == 2.0
 
 
 def test_defaults_work_for_three_clients_as_for_a_thousand() -> None:
     def budget(z: float, m: int, **config: Any) -> Budget:
-        found = fedclip.UpdateClipServer(noise_multiplier=z, expected_clients=m, **config).budget
-        assert found is not None
-        return found
+        return fedclip.UpdateClipServer(noise_multiplier=z, expected_clients=m, **config).budget
 
     for m, sigma in ((3, 1.0), (20, 1.0), (1000, 50.0)):
         noise = budget(1.0, m).update_noise
@@ -211,7 +209,7 @@ def test_one_client_moves_the_noised_average_by_its_share_at_most(dtype: str, sp
         server.module.process_aux_var(UpdateClipVotes(len(sizes)))
         parts = [to_vector({"w": np.array([x])}, framework, dtype) for x in sizes]
         server.aggregator.finalize_updates(sum(ClippedUpdates(part, 1) for part in parts))
-        return float(ROUND.get().server.exact["w"][0])  # type: ignore[union-attr]
+        return float(ROUND.get().server.exact["w"][0])
 
     assert play([1.0, *sizes]) - play(sizes) == 1.0
 

@@ -151,7 +151,7 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "slightly above": {"updates": NumpyVector({"w": np.array([1.001, 0.0])})},
     "shape": {"updates": NumpyVector({"w": np.zeros(3)})},
     "complex": {"updates": NumpyVector({"w": np.zeros(2, dtype=np.complex128)})},
-    "text in it": {"updates": NumpyVector({"w": "text"})},  # type: ignore[dict-item]
+    "text in it": {"updates": NumpyVector({"w": "text"})},
     "nothing": {"updates": None},
     "negative count": {"n_zeroed": -5},
     "enormous count": {"n_clients": 10**12},

@@ -144,7 +144,7 @@ def test_an_average_and_a_bound_by_hand(weights: dict[str, Any]) -> None:
 def test_clients_send_their_steps_only_if_these_are_the_weights() -> None:
     update = NumpyVector({"w": np.ones(1)})
     for weights, told in (("equal", None), (TABLE, None), ("steps", 7)):
-        opened = UpdateServer(AdaptiveBound(1.0), shares=Shares(weights)).open()  # type: ignore[arg-type]
+        opened = UpdateServer(AdaptiveBound(1.0), shares=Shares(weights)).open()
         assert UpdateClient().clip({"w": np.ones(1)}, opened, steps=7).steps == told
         shared = averaging(weights=weights).prepare_for_sharing(updates=update, n_steps=7)
         assert shared.weights == (told or 1)
