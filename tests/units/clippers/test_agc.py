@@ -229,7 +229,6 @@ FLAX = {
     "ConvTranspose(3, (2, 2))": (2, 5, 5, 4),
     "Embed(5, 3)": None,
 }
-HAIKU = dict.fromkeys(("Conv2DTranspose(3, 2)", "DepthwiseConv2D(2, 2)"), (2, 5, 5, 4))
 EQUINOX = {
     "Linear(4, 3, key=key)": (4,),
     "Conv2d(4, 6, 2, groups=2, key=key)": (4, 5, 5),
@@ -239,16 +238,14 @@ EQUINOX = {
 
 @pytest.mark.parametrize(
     ("package", "made"),
-    [("flax.linen", k) for k in FLAX]
-    + [("haiku", k) for k in HAIKU]
-    + [("equinox.nn", k) for k in EQUINOX],
+    [*(("flax.linen", k) for k in FLAX), *(("equinox.nn", k) for k in EQUINOX)],
 )
 def test_units_of_jax_layers(package: str, made: str) -> None:
     jax = require("jax")
     module = pytest.importorskip(package)
     from fedclip.loops.jax import as_optax
 
-    shape = {**FLAX, **HAIKU, **EQUINOX}[made]
+    shape = {**FLAX, **EQUINOX}[made]
     key = jax.random.key(0)
     x = jax.numpy.arange(5) if shape is None else jax.random.normal(key, shape)
     axis = -1
@@ -257,11 +254,7 @@ def test_units_of_jax_layers(package: str, made: str) -> None:
         axis = -1 if shape is None or len(shape) == 1 else 0
         apply: Any = (lambda p: jax.vmap(p)(x)) if shape is None else (lambda p: p(x))
     else:
-        if package == "haiku":
-            made_new = lambda x: eval(f"hk.{made}", {"hk": module})(x)  # noqa: E731
-            net = module.without_apply_rng(module.transform(made_new))
-        else:
-            net = eval(f"nn.{made}", {"nn": module})
+        net = eval(f"nn.{made}", {"nn": module})
         params = net.init(key, x)
         apply = lambda p: net.apply(p, x)  # noqa: E731
 

@@ -2,7 +2,6 @@
 """fedclip.report: what the checkpoints say, as rows, table, CSV and sentences."""
 
 import dataclasses
-import io
 import json
 import math
 import os
@@ -14,10 +13,9 @@ import numpy as np
 import pytest
 from declearn.model.sklearn import NumpyVector
 from report_runs import Node, large_run
-from rich.console import Console
 
 from fedclip.core.records import RoundRecord
-from fedclip.report import Report, ReportError, read_report
+from fedclip.report import ReportError, read_report
 
 
 @pytest.fixture
@@ -28,12 +26,6 @@ def experiment(tmp_path: Path) -> Path:
         for norms in rounds:
             node.round(norms)
     return tmp_path
-
-
-def text(report: Report, **options: bool) -> str:
-    console = Console(file=io.StringIO(), width=120)
-    console.print(report.table(**options))
-    return console.file.getvalue()
 
 
 @pytest.mark.parametrize("clock", ["set back", "names alone"])

@@ -215,7 +215,7 @@ def lived(config: dict[str, Any], life: list[str]) -> None:
         assert sum(r.steps for r in charged.spent) >= max(asked.values(), default=0)
 
 
-@pytest.mark.parametrize("how", ["gone", "another", "put back", "damaged"])
+@pytest.mark.parametrize("how", ["gone", "older", "another", "put back", "damaged"])
 def test_a_restart_without_its_ledger_is_refused(how: str, tmp_path: Path) -> None:
     path = tmp_path / "spent"
     bound = seeded(noise="independent", rounds=None, ledger=str(path))
@@ -224,9 +224,11 @@ def test_a_restart_without_its_ledger_is_refused(how: str, tmp_path: Path) -> No
     list(played(bound, 4))
     state = bound.get_state()
     again = seeded(noise="independent", rounds=None, ledger=str(path))
-    if how == "gone":
+    if how in ("gone", "older"):
         again = seeded(noise="independent", rounds=None)
         budget._OF_THIS_PROCESS.clear()
+    if how == "older":
+        del state["ledger"]
     if how == "another":
         again = seeded(noise="independent", rounds=None, ledger=str(tmp_path / "other"))
     if how in ("put back", "damaged"):
