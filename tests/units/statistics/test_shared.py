@@ -156,7 +156,7 @@ def test_what_is_sent_has_the_same_form_every_round(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "secagg"), zip(CONFIGS, cycle([masked, joye_libert])))
+@pytest.mark.parametrize(("name", "secagg"), [*zip(CONFIGS, cycle([masked, joye_libert]))])
 def test_secure_aggregation_gives_the_same_state_to_the_bit(name: str, secagg: Any) -> None:
     rng = np.random.default_rng(8)
     clear, secure = Federation(name, 4), Federation(name, 4, secagg=secagg)
@@ -170,7 +170,7 @@ def test_secure_aggregation_gives_the_same_state_to_the_bit(name: str, secagg: A
 
 
 @pytest.mark.parametrize(
-    ("name", "scope", "at"), zip(CONFIGS, cycle(["global", "tensor"]), cycle([0, 1, 4]))
+    ("name", "scope", "at"), [*zip(CONFIGS, cycle(["global", "tensor"]), cycle([0, 1, 4]))]
 )
 def test_killed_and_restarted_goes_on_as_if_nothing_had_been(
     name: str, scope: str, at: int
