@@ -121,53 +121,6 @@ def test_a_preset_is_what_translate_prints(clipper: str, name: str) -> None:
     assert cls.preset(name, on_nonfinite="raise").on_nonfinite == "raise"
 
 
-def shared(name: str, clients: int = 3) -> tuple[Any, list[Any]]:
-    """Return a counterpart and clippers with their defaults."""
-    server = make(f"{name}-server")
-    return server, [make(name, shared=True) for _ in range(clients)]
-
-
-def federated(server: Any, clippers: list[Any], norms: list[list[float]]) -> list[list[float]]:
-    """Return the limits of each client in one round."""
-    sent, limits, counted = server.collect_aux_var(), [], []
-    for clipper, some in zip(clippers, norms, strict=True):
-        clipper.process_aux_var(sent)
-        clipper.on_round_start()
-        mine = []
-        for norm in some:
-            clipper.run(NumpyVector({"w": np.array([norm])}))
-            mine += clipper.last.limit
-        limits.append(mine)
-        counted.append(clipper.collect_aux_var())
-    total = counted[0]
-    for other in counted[1:]:
-        total = total + other
-    server.process_aux_var(total)
-    return limits
-
-
-@pytest.mark.parametrize("name", ON_NORMS)
-@pytest.mark.parametrize("scale", [1e-6, 1e5])
-def test_each_client_judges_by_its_own_norms_until_the_first_merge(name: str, scale: float) -> None:
-    server, clippers = shared(name)
-    rng = np.random.default_rng(4)
-    # The clients' norms are of different sizes, and one of them begins with a spike.
-    rows = [[s * x for x in rng.lognormal(0.0, 0.2, 30)] for s in (scale, 3 * scale, scale)]
-    rows[0][9], rows[2][0] = 50 * scale, 50 * scale
-    limits = federated(server, clippers, rows)
-    for row, own, size in zip(rows, limits, (scale, 3 * scale, scale), strict=True):
-        alone = make(name)
-        wanted = [run(alone, np.array([[norm]]))[1][0, 0] for norm in row[:5]]
-        assert own[:5] == wanted
-        assert max(own[5:]) < 5.0 * size
-        assert own[0] == np.inf
-    # From then on they have one limit, which spikes have hardly moved.
-    (first, second, third) = federated(server, clippers, [[scale], [scale], [50 * scale]])
-    assert first[0] == pytest.approx(second[0], rel=1e-4)
-    assert third[0] == pytest.approx(first[0], rel=1e-4)
-    assert scale < third[0] < 8.0 * scale
-
-
 @each_framework()
 def test_the_first_norms_are_judged_by_their_lower_median(framework: str) -> None:
     needs(framework)

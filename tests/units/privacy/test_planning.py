@@ -5,15 +5,12 @@ import math
 import re
 import tomllib
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
-from declearn.main.config import FLOptimConfig
 from report_runs import call
 
 from fedclip import UpdateClipClient, UpdateClipServer
-from fedclip.cli.check.configuration import check_config
 from fedclip.privacy.accounting import Release, epsilon
 from fedclip.privacy.planning import TrustModels, plan
 from fedclip.updates.client_noise import SiteNoise
@@ -34,29 +31,6 @@ def test_a_plan_is_worth_its_rounds_and_no_more(
     # Steps of length C in one direction, and noise in all.
     values = replace(found, values=5000)
     assert values.drift == pytest.approx(values.noise * math.sqrt(5000 / rounds))
-
-
-def test_the_lines_of_a_plan_are_a_configuration(tmp_path: Path) -> None:
-    done = call(*BUDGET, "--values", "10000")
-    lines = done.stdout[done.stdout.index("[optim]") :].replace("modules", "lrate = 1.0\nmodules")
-    FLOptimConfig.from_params(**tomllib.loads(lines)["optim"])
-    path = tmp_path / "config.toml"
-    path.write_text(
-        f"""
-        network = {{ protocol = "websockets", host = "127.0.0.1", port = 8765 }}
-        data = {{}}
-        [run]
-        rounds = 100
-        register = {{ min_clients = 100, max_clients = 100 }}
-        training = {{ batch_size = 8 }}
-        {lines}"""
-    )
-    checked = check_config(path)
-    assert checked.ok
-    said = [f.message for f in checked.findings]
-    # The plan is for 100 releases; without start_norm, the first round only counts votes.
-    assert any("100 rounds cost epsilon = 7.963 at delta = 1e-05" in m for m in said)
-    assert not any("in name only" in m for m in said)
 
 
 @pytest.mark.parametrize(("clients", "honest", "sites"), [(99, 0.75, 74), (3, 0.5, 1), (7, 1.0, 7)])

@@ -129,20 +129,6 @@ def test_what_is_advised_comes_first_and_its_limits_are_drawn(tmp_path: Path) ->
     assert text.count("check its units") == 1
 
 
-@pytest.mark.parametrize(
-    ("module", "said", "charts"),
-    [
-        ("no-op", "There was no limit, so nothing was clipped.", 1),
-        (["norm-clip", {"max_norm": 1e3}], "No step was clipped.", 1),
-        (["norm-clip", {"max_norm": 1.0}], "Share of the steps whose norm", 2),
-    ],
-)
-def test_nothing_empty_is_drawn(tmp_path: Path, module: Any, said: str, charts: int) -> None:
-    text = page(sites(tmp_path, 3, module))
-    assert text.count('class="chart"') == charts
-    assert said in text
-
-
 @pytest.mark.slow
 def test_a_private_run_shows_its_budget_and_nothing_of_records(tmp_path: Path) -> None:
     """Of two clients with DP-SGD, one has the module that says so, and both have a ledger."""

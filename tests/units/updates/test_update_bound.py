@@ -16,14 +16,12 @@ from benchmarks.bound_speed import Federation
 from fedclip import UpdateClipServer
 from fedclip.errors import StateError
 from fedclip.privacy.accounting import Accountant, Release, epsilon
-from fedclip.privacy.planning import plan
 from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.client import UpdateClient
 from fedclip.updates.noise import Budget, draws_of
 from fedclip.updates.protocol import (
     Participation,
     Reply,
-    Schedule,
     SentBound,
     bound_from,
     bound_to,
@@ -356,18 +354,3 @@ def test_banded_noise_is_as_long_as_its_coefficients() -> None:
 def test_a_round_follows_in_its_schedule_only() -> None:
     for schedule, round_, follows in (("a", 3, True), ("b", 3, False), ("a", 4, False)):
         assert Participation(2, 4, schedule, round_).follows(Participation(2, 4, "a", 2)) is follows
-
-
-@pytest.mark.parametrize("relation", ["add-remove", "replace-one"])
-def test_a_plan_with_turns_pays_for_the_round_that_only_votes(relation: str) -> None:
-    planned = plan(2.0, 1e-4, 12, 12, per_round=4, relation=relation)
-    settings: dict[str, Any] = {"separation": 3, "max_epsilon": 2.0, "relation": relation}
-    settings |= {"noise_multiplier": planned.noise_multiplier, "expected_clients": 4, "delta": 1e-4}
-    made = AdaptiveBound(**settings)
-    server, client = UpdateServer(made), UpdateClient()
-    schedule = Schedule([f"{i:02}" for i in range(12)], 4)
-    for round_ in range(12):
-        sent = server.open(schedule.at(round_))
-        assert not sent.stop
-        server.close([client.clip({"w": np.ones(1)}, sent, steps=1)], MODEL)
-    assert made.epsilon <= planned.epsilon
