@@ -175,7 +175,7 @@ def test_check_multiplies_a_fixed_number_of_steps(checked: Any) -> None:
         ('["norm-clip", "adam"]', "adam comes after norm-clip and can exceed its bound"),
         ('["l2-global-clipping", "momentum"]', "momentum comes after l2-global-clipping"),
         ('["l2-clipping"]', "l2-clipping limits each tensor separately, all k together to 1·√k"),
-        ('["zscore-clip", "gaussian-noise"]', "zscore-clip is an adaptive rule before gaussian"),
+        ('[["zscore-clip", {max_norm = 1.0}], "gaussian-noise"]', "is an adaptive rule before gau"),
         (
             '[["norm-clip", {scope = "tensor"}], "gaussian-noise"]',
             "gaussian-noise must be sized on 1·√k for k tensors, not on the limit of one of them",
