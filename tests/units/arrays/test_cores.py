@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Threads over large gradients: the same bits whatever their number, after a fork too."""
 
-from __future__ import annotations
-
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -53,11 +51,9 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(
 
 
 @pytest.mark.parametrize(
-    ("setting", "most"), [("1", 1), ("2", 2), ("2,1", 2), ("", 64), ("many", 64), ("0", 1)]
+    ("setting", "most"), [("1", 1), ("2,1", 2), ("", 64), ("many", 64), ("0", 1)]
 )
-def test_settings_limit_the_number(
-    setting: str, most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_limit_the_number(setting: str, most: int, monkeypatch: Any) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", setting)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
     monkeypatch.setitem(cores.sys.modules, "torch", None)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory that outputs are written to is used again, and never while somebody holds it."""
 
-from __future__ import annotations
-
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
@@ -52,30 +50,12 @@ def test_only_what_is_held_gets_new_memory() -> None:
     assert not np.shares_memory(held, again["also"])
     assert address(again["wide"]) == places["wide"]
     assert address(again["middle"]) == places["middle"]
-
-
-def test_the_memory_of_small_gradients_is_not_kept() -> None:
-    assert not Memory().serves([0, 0])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "_FROM", 1 << 22)
-        assert not Memory().serves([1 << 20] * 3)
-        assert Memory().serves([1 << 20] * 4)
-
-
-def _torch() -> Any:
-    return require("torch")
-
-
-def _tf() -> Any:
-    return require("tensorflow")
-
-
-def _jax() -> Any:
-    return require("jax")
+    assert NormClip(1.0, keep_memory=False).run(gradient).coefs["wide"].base is None
 
 
 def _assigned(tensor: Any) -> Any:
-    variable = _tf().Variable(_tf().zeros_like(tensor))
+    tf = require("tensorflow")
+    variable = tf.Variable(tf.zeros_like(tensor))
     variable.assign(tensor)
     return variable
 
@@ -91,7 +71,7 @@ HOLDERS: dict[str, dict[str, Callable[[Any], Any]]] = {
         "pickled without a copy": pickle.PickleBuffer,
         "DLPack": lambda x: x.__dlpack__(),
         "from DLPack": np.from_dlpack,
-        "torch": lambda x: _torch().from_numpy(x),
+        "torch": lambda x: require("torch").from_numpy(x),
         "ctypes": np.ctypeslib.as_ctypes,
     },
     "torch": {
@@ -100,26 +80,26 @@ HOLDERS: dict[str, dict[str, Callable[[Any], Any]]] = {
         "detached": lambda t: t.detach(),
         "storage": lambda t: t.untyped_storage(),
         "numpy": lambda t: t.numpy(),
-        "DLPack": lambda t: _torch().utils.dlpack.to_dlpack(t),
-        "a parameter": lambda t: _torch().nn.Parameter(t, requires_grad=False),
+        "DLPack": lambda t: require("torch").utils.dlpack.to_dlpack(t),
+        "a parameter": lambda t: require("torch").nn.Parameter(t, requires_grad=False),
     },
     "tensorflow": {
         "a tensor": lambda t: t,
         "NumPy": np.asarray,
-        "a variable": lambda t: _tf().Variable(t),
+        "a variable": lambda t: require("tensorflow").Variable(t),
         "assigned": _assigned,
         "from DLPack": np.from_dlpack,
-        "other numbers": lambda t: _tf().bitcast(t, "int32"),
-        "a list": lambda t: _tf().data.Dataset.from_tensors(t),
+        "other numbers": lambda t: require("tensorflow").bitcast(t, "int32"),
+        "a list": lambda t: require("tensorflow").data.Dataset.from_tensors(t),
     },
     "jax": {
         "an array": lambda x: x,
         "a slice": lambda x: x[3:],
         "NumPy": np.asarray,
-        "DLPack": lambda x: _jax().dlpack.from_dlpack(x),
+        "DLPack": lambda x: require("jax").dlpack.from_dlpack(x),
         "from DLPack": np.from_dlpack,
-        "donated": lambda x: _jax().jit(lambda y: y + 1.0, donate_argnums=0)(x),
-        "not there yet": lambda x: _jax().jit(lambda y: (y @ y.T) @ y)(x),
+        "donated": lambda x: require("jax").jit(lambda y: y + 1.0, donate_argnums=0)(x),
+        "not there yet": lambda x: require("jax").jit(lambda y: (y @ y.T) @ y)(x),
     },
 }
 
@@ -127,7 +107,7 @@ HOLDERS: dict[str, dict[str, Callable[[Any], Any]]] = {
 def as_array(holder: Any) -> Any:
     """Return a copy of what the holder sees."""
     if type(holder).__name__ == "PyCapsule":
-        holder = _torch().utils.dlpack.from_dlpack(holder)
+        holder = require("torch").utils.dlpack.from_dlpack(holder)
     elif isinstance(holder, np.flatiter):
         holder = holder.base
     elif type(holder).__name__.endswith("Dataset"):
@@ -166,7 +146,7 @@ def test_memory_is_used_again_once_nobody_holds_it(framework: str) -> None:
 @pytest.mark.parametrize("kind", [NormClip, ValueClip, Centralize])
 def test_all_memory_of_tensorflow_is_aligned(kind: Any) -> None:
     # Its operations end the process where it is not.
-    tf, clip = _tf(), kind()
+    tf, clip = require("tensorflow"), kind()
     for size in (1, 3, 17, 513, 1025, 100_001):
         gradient = {"a": tf.fill([size, 2], 3.0), "b": tf.range(2.0 * size)}
         for output in clip.clip(gradient).values():
@@ -176,7 +156,7 @@ def test_all_memory_of_tensorflow_is_aligned(kind: Any) -> None:
 
 @pytest.mark.parametrize("put", [None, 0])
 def test_jax_arrays_are_as_bound_to_their_device_as_before(put: int | None) -> None:
-    jax = _jax()
+    jax = require("jax")
     device = None if put is None else jax.devices()[put]
     gradient = {"wide": jax.device_put(gradient_of(0)["wide"], device)}
     output = NormClip(0.5).clip(gradient)["wide"]
@@ -203,10 +183,3 @@ def test_the_end_of_a_round_gives_memory_back(end: str) -> None:
     assert owner() is not None
     getattr(clip, end)()
     assert owner() is None
-
-
-def test_it_can_be_switched_off() -> None:
-    clip = NormClip(1.0, keep_memory=False)
-    output = clip.run(NumpyVector(gradient_of(0))).coefs["wide"]
-    assert output.base is None
-    assert NormClip.from_config({"max_norm": 1.0, "keep_memory": False}).keep_memory is False

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """AGC: what its docstring promises; a unit is what leads to one output, found by derivatives."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
 import pytest
-from declearn.model.sklearn import NumpyVector
 from helpers import needs, pairwise, require
 
 from fedclip import AGC, FedclipWarning
@@ -22,9 +19,7 @@ def tensors(seed: int, scale: float = 1.0) -> dict[str, np.ndarray]:
 
 
 def run(agc: AGC, grads: Any, weights: Any, framework: str = "numpy", dtype: Any = None) -> Any:
-    return to_numpy(
-        agc.run(to_vector(grads, framework, dtype), to_vector(weights, framework, dtype))
-    )
+    return to_numpy(agc.run(*(to_vector(x, framework, dtype) for x in (grads, weights))))
 
 
 def unit_norms(values: np.ndarray, axis: int) -> np.ndarray:
@@ -35,7 +30,6 @@ def unit_norms(values: np.ndarray, axis: int) -> np.ndarray:
     return np.linalg.norm(moved.reshape(len(moved), -1), axis=1)
 
 
-# -- what the docstring promises --------------------------------------------------------------
 @pairwise(framework=FRAMEWORKS, dtype=["float16", "bfloat16", "float32", "float64"], axis=[0, -1])
 def test_no_unit_exceeds_its_limit(framework: str, dtype: str, axis: int) -> None:
     needs(framework)
@@ -44,6 +38,7 @@ def test_no_unit_exceeds_its_limit(framework: str, dtype: str, axis: int) -> Non
     weights, grads = tensors(2, 0.1), tensors(3)
     agc = AGC(0.05, axis=axis, min_norm=1e-3)
     got = run(agc, grads, weights, framework, dtype)
+    assert not agc._weights
     held = to_numpy(to_vector(weights, framework, dtype))
     for name, value in got.items():
         limit = 0.05 * np.maximum(unit_norms(held[name], axis), 1e-3)
@@ -57,15 +52,6 @@ def test_weights_of_zero_or_not_finite_leave_the_floor() -> None:
     with pytest.warns(FedclipWarning, match=r"weights with NaN or infinity.* is 0\.05"):
         got = run(AGC(0.1, axis=0, min_norm=0.5), grads, weights)
     np.testing.assert_allclose(unit_norms(got["w"], 0), 0.05)
-
-
-# -- in declearn ------------------------------------------------------------------------------
-
-
-def test_weights_of_a_step_are_not_kept_alive() -> None:
-    agc = AGC()
-    agc.run(NumpyVector({"w": np.ones(3)}), NumpyVector({"w": np.ones(3)}))
-    assert not agc._weights
 
 
 @pytest.mark.parametrize("unit", ["output", "tensor", "global"])
@@ -136,10 +122,8 @@ def test_units_of_torchs_layers(made: str, by: str) -> None:
         shape = TORCH[made]
         x = torch.arange(5)[None] if shape is None else torch.randn(shape)
     last = made.startswith(("Linear", "Embed", "utils", "transformers"))
-    model, name = (
-        torch.nn.Sequential(layer),
-        next(n for n, p in layer.named_parameters() if p.ndim > 1),
-    )
+    model = torch.nn.Sequential(layer)
+    name = next(n for n, p in layer.named_parameters() if p.ndim > 1)
     weight = layer.get_parameter(name)
 
     def outputs(w: Any) -> Any:
@@ -245,11 +229,6 @@ FLAX = {
     "ConvTranspose(3, (2, 2))": (2, 5, 5, 4),
     "Embed(5, 3)": None,
 }
-HAIKU = {
-    "Linear(3)": (2, 4),
-    "Conv2DTranspose(3, 2)": (2, 5, 5, 4),
-    "DepthwiseConv2D(2, 2)": (2, 5, 5, 4),
-}
 EQUINOX = {
     "Linear(4, 3, key=key)": (4,),
     "Conv2d(4, 6, 2, groups=2, key=key)": (4, 5, 5),
@@ -259,16 +238,14 @@ EQUINOX = {
 
 @pytest.mark.parametrize(
     ("package", "made"),
-    [("flax.linen", k) for k in FLAX]
-    + [("haiku", k) for k in HAIKU]
-    + [("equinox.nn", k) for k in EQUINOX],
+    [*(("flax.linen", k) for k in FLAX), *(("equinox.nn", k) for k in EQUINOX)],
 )
 def test_units_of_jax_layers(package: str, made: str) -> None:
     jax = require("jax")
     module = pytest.importorskip(package)
     from fedclip.loops.jax import as_optax
 
-    shape = {**FLAX, **HAIKU, **EQUINOX}[made]
+    shape = {**FLAX, **EQUINOX}[made]
     key = jax.random.key(0)
     x = jax.numpy.arange(5) if shape is None else jax.random.normal(key, shape)
     axis = -1
@@ -277,12 +254,7 @@ def test_units_of_jax_layers(package: str, made: str) -> None:
         axis = -1 if shape is None or len(shape) == 1 else 0
         apply: Any = (lambda p: jax.vmap(p)(x)) if shape is None else (lambda p: p(x))
     else:
-        if package == "haiku":
-            net = module.without_apply_rng(
-                module.transform(lambda x: eval(f"hk.{made}", {"hk": module})(x))
-            )
-        else:
-            net = eval(f"nn.{made}", {"nn": module})
+        net = eval(f"nn.{made}", {"nn": module})
         params = net.init(key, x)
         apply = lambda p: net.apply(p, x)  # noqa: E731
 
@@ -305,12 +277,8 @@ def test_units_of_jax_layers(package: str, made: str) -> None:
 @pytest.mark.parametrize("framework", ["numpy", "torch", "tensorflow", "jax"])
 def test_vectors_of_declearn_have_the_layout_of_their_framework(framework: str) -> None:
     require(framework)
-    from fedclip.testing import to_numpy, to_vector
-
     weight, gradient = ROOT.normal(size=(3, 4)), FAR * ROOT.normal(size=(3, 4))
-    output = to_numpy(
-        AGC.preset("nfnets").run(*(to_vector({"w": a}, framework) for a in (gradient, weight)))
-    )["w"]
+    output = run(AGC.preset("nfnets"), {"w": gradient}, {"w": weight}, framework)["w"]
     axis = 0 if framework in ("tensorflow", "jax") else 1
     norms, limits = np.linalg.norm(output, axis=axis), 0.01 * np.linalg.norm(weight, axis=axis)
     np.testing.assert_allclose(norms, limits, rtol=1e-5)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Norms and sums from what goes into layers and comes back: as those of gradients worked out."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable
@@ -25,9 +23,8 @@ plans: Any = __import__("fedclip.dpsgd.persample.torch_plan", fromlist=["x"])
 
 def tokens(**settings: Any) -> Any:
     """Return a module that embeds what it is given as numbers."""
-    return calls(
-        lambda net, x: net.table((x.abs() * 3).long() % 5), table=nn.Embedding(5, 4, **settings)
-    )
+    table = nn.Embedding(5, 4, **settings)
+    return calls(lambda net, x: net.table((x.abs() * 3).long() % 5), table=table)
 
 
 def encoder() -> Any:
@@ -54,27 +51,40 @@ def buffers() -> Any:
 
 def checkpointed() -> Any:
     run = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
-    return calls(
-        lambda net, x: net.out(run(net.layer, x)), layer=nn.Linear(4, 4), out=nn.Linear(4, 3)
-    )
+    first, last = nn.Linear(4, 4), nn.Linear(4, 3)
+    return calls(lambda net, x: net.last(run(net.first, x)), first=first, last=last)
 
 
 def one_layer(call: Any) -> Any:
     return lambda: calls(call, layer=nn.Linear(6, 2))
 
 
+def penalised(net: Any, x: Any) -> Any:
+    return net.layer(x) + x.sum() * net.layer.weight.square().sum()
+
+
 def twice() -> Any:
-    return calls(
-        lambda net, x: net.once(net.often(torch.tanh(net.often(x)))),
-        often=nn.Linear(6, 6),
-        once=nn.Linear(6, 2),
-    )
+    often, once = nn.Linear(6, 6), nn.Linear(6, 2)
+    return calls(lambda net, x: net.once(net.often(net.often(x).tanh())), often=often, once=once)
 
 
 def tied() -> Any:
     first, second = nn.Linear(6, 6), nn.Linear(6, 6)
     second.weight = first.weight
     return calls(lambda net, x: net.second(torch.tanh(net.first(x))), first=first, second=second)
+
+
+def with_two_inputs() -> Any:
+    a, b = nn.Embedding(11, 6), nn.Linear(4, 6)
+    return calls(lambda net, x, y: net.a(x).mean(1) + net.b(y), a=a, b=b)
+
+
+def with_two_outputs() -> Any:
+    return calls(lambda net, x: (net.a(x), net.b(x)), a=nn.Linear(6, 3), b=nn.Linear(6, 1))
+
+
+def frozen() -> Any:
+    return nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2).requires_grad_(False))
 
 
 def folded() -> Any:
@@ -86,7 +96,7 @@ def folded() -> Any:
     )
 
 
-class Halved(nn.Linear):  # type: ignore[misc]
+class Halved(nn.Linear):
     def forward(self, x: Any) -> Any:
         return 0.5 * super().forward(x)
 
@@ -125,6 +135,7 @@ def attention(*masks: Any, called: Any = None, **settings: Any) -> Any:
     return calls(call, layer=layer)
 
 
+BOTH_WAYS = {"batch_first": True, "bidirectional": True}
 # Module, shape of a record, layers that are taken apart.
 MODULES: dict[str, tuple[Callable[[], Any], Any, int]] = {
     "linear": (lambda: nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 2)), (6,), 2),
@@ -145,21 +156,14 @@ MODULES: dict[str, tuple[Callable[[], Any], Any, int]] = {
     "layer norm": (lambda: nn.Sequential(nn.LayerNorm((4, 6)), nn.Linear(6, 2)), (3, 4, 6), 2),
     "group norm": (lambda: nn.GroupNorm(2, 6), (6, 5, 4), 1),
     "twice": (twice, (6,), 1),
-    "penalised": (
-        one_layer(lambda net, x: net.layer(x) + x.sum() * net.layer.weight.square().sum()),
-        *((6,), 0),
-    ),
+    "penalised": (one_layer(penalised), (6,), 0),
     "tied": (tied, (6,), 0),
     "mixing": (one_layer(lambda net, x: (y := net.layer(x)) * (1.0 + y.mean(0))), (6,), 1),
     "folded": (folded, (4, 6), 2),
     "another forward": (lambda: Halved(6, 2), (6,), 0),
     "weight norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 2)), (6,), 0),
     "hooked": (hooked, (6,), 1),
-    "frozen": (
-        lambda: nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2).requires_grad_(False)),
-        (6,),
-        1,
-    ),
+    "frozen": (frozen, (6,), 1),
     "encoder": (encoder, 7, 12),
     "attention": (partial(attention, batch_first=True), (5, 6), 1),
     "attention, many positions": (partial(attention, bias=False), (20, 6), 1),
@@ -173,16 +177,8 @@ MODULES: dict[str, tuple[Callable[[], Any], Any, int]] = {
         ),
         *((5, 6), 0),
     ),
-    "two inputs": (
-        lambda: calls(
-            lambda net, x, y: net.a(x).mean(1) + net.b(y), a=nn.Embedding(11, 6), b=nn.Linear(4, 6)
-        ),
-        *([7, (4,)], 2),
-    ),
-    "two outputs": (
-        lambda: calls(lambda net, x: (net.a(x), net.b(x)), a=nn.Linear(6, 3), b=nn.Linear(6, 1)),
-        *((6,), 2),
-    ),
+    "two inputs": (with_two_inputs, [7, (4,)], 2),
+    "two outputs": (with_two_outputs, (6,), 2),
     "images": (images, (1, 5, 5), 1),
     "buffers": (buffers, (4,), 0),
     "checkpointed": (checkpointed, (4,), 2),
@@ -192,10 +188,7 @@ MODULES: dict[str, tuple[Callable[[], Any], Any, int]] = {
     **{
         f"{kind.__name__} {settings}": (partial(recurrent, kind, **settings), (5, 6), 1)
         for kind in (nn.LSTM, nn.GRU, nn.RNN)
-        for settings in (
-            {"bias": False},
-            {"batch_first": True, "bidirectional": True, "num_layers": 2},
-        )
+        for settings in ({"bias": False}, {**BOTH_WAYS, "num_layers": 2})
     },
     "relu": (partial(recurrent, nn.RNN, nonlinearity="relu", bidirectional=True), (5, 6), 1),
     "long": (partial(recurrent, nn.LSTM, batch_first=True), (40, 6), 1),
@@ -228,12 +221,16 @@ def test_norms_and_sums_are_those_of_gradients(kind: str) -> None:
     assert len(plan.layers) == known
 
 
-def test_a_layer_that_is_exchanged_is_looked_at_again() -> None:
+def test_a_layer_that_is_exchanged_is_looked_at_again_and_no_module_is_kept_alive() -> None:
     net = nn.Sequential(nn.Linear(6, 2))
     model = model_of(net)
     for layer in (net[0], Halved(6, 2)):
         net[0] = layer
         assert_alone(model, torch.randn(4, 6), torch.randn(4), 4)
+    gone = weakref.ref(net)
+    del net, model
+    gc.collect()
+    assert gone() is None
 
 
 def test_numbers_that_half_precision_does_not_hold_are_not_lost() -> None:
@@ -247,14 +244,6 @@ def test_numbers_that_half_precision_does_not_hold_are_not_lost() -> None:
     # 9 positions of 200 * 200 are more than float16 holds.
     assert float(parts["weight"].squares()[0]) == pytest.approx(6 * (9 * 40_000.0) ** 2)
     assert np.isfinite(parts["weight"].sum(torch.ones(1, dtype=torch.float64)).numpy()).all()
-
-
-def test_plans_do_not_keep_modules_alive() -> None:
-    gone = weakref.ref(net := nn.Linear(6, 2))
-    list(records.record_parts(net, lambda run, x: run((x[None],)).sum(), torch.randn(4, 6), 4))
-    del net
-    gc.collect()
-    assert gone() is None
 
 
 @pytest.mark.parametrize("make", [lambda: nn.Linear(40, 40, bias=False), tokens])

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records of torch and TensorFlow datasets: each by itself, whatever makes batches of them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -28,7 +26,7 @@ def sentences(weights: bool = False) -> list[Any]:
     ]
 
 
-class Endless(torch.utils.data.IterableDataset):  # type: ignore[misc]
+class Endless(torch.utils.data.IterableDataset):
     def __iter__(self) -> Any:
         return iter([])
 

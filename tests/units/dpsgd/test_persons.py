@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """DP-SGD that protects persons with several records: sums, bounds, samples, budgets, files."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path
@@ -42,9 +40,8 @@ def clipped(model: Any, batches: Any, **settings: Any) -> tuple[Any, Any]:
     return clipped_sum(model, batches, factors, **settings)
 
 
-@pytest.mark.parametrize(
-    ("name", "micro_batch"), [*((name, 4) for name in MODELS), ("torch", 1), ("sklearn", 100)]
-)
+@pytest.mark.parametrize("micro_batch", [4, 1, 100])
+@pytest.mark.parametrize("name", MODELS)
 def test_a_person_adds_the_clipped_mean_of_its_records(name: str, micro_batch: int) -> None:
     model, x, y = MODELS[name]()
     persons = Persons(Records(InMemoryDataset(np.asarray(x), target=y)), OF)
@@ -132,30 +129,27 @@ def test_noise_rate_and_steps_are_for_persons() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ids", "error", "said"),
+    ("ids", "said"),
     [
-        (["a"] * 12, ValueError, "one id for each of the 13 records"),
-        (np.ones((13, 2), int), ValueError, "shape \\(13, 2\\)"),
-        (["a"] * 12 + [None], ValueError, "1 of 13 records have no id"),
-        (np.where(np.arange(13) < 3, np.nan, 1.0), TypeError, "texts or whole numbers"),
-        ([""] * 13, ValueError, "13 of 13 records have no id"),
-        ([True] * 13, TypeError, "got bool"),
-        (["a"] * 11 + ["nan", " "], ValueError, "2 of 13 records have no id"),
-        ([1] * 12 + [None], ValueError, "1 of 13 records have no id"),
-        (["1", 1.0] * 6 + [1], TypeError, "got float"),
-        ([b"a"] * 13, TypeError, "got bytes"),
+        (["a"] * 12, "one id for each of the 13 records"),
+        (np.ones((13, 2), int), "shape \\(13, 2\\)"),
+        (["a"] * 12 + [None], "1 of 13 records have no id"),
+        (np.where(np.arange(13) < 3, np.nan, 1.0), "texts or whole numbers"),
+        ([""] * 13, "13 of 13 records have no id"),
+        ([True] * 13, "got bool"),
+        (["a"] * 11 + ["nan", " "], "2 of 13 records have no id"),
+        ([1] * 12 + [None], "1 of 13 records have no id"),
+        (["1", 1.0] * 6 + [1], "got float"),
+        ([b"a"] * 13, "got bytes"),
     ],
 )
-def test_ids_that_say_nothing_are_refused(ids: Any, error: Any, said: str) -> None:
-    with pytest.raises(error, match=said):
+def test_ids_that_say_nothing_are_refused(ids: Any, said: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=said):
         Persons(records(), ids)
 
 
-def test_one_person_is_one_however_its_id_is_written() -> None:
+def test_one_person_is_one_however_its_id_is_written(tmp_path: Path) -> None:
     assert len(Persons(records(), [7, "7", " 7", np.int8(7), "é", "e\u0301", *"777é777"])) == 2
-
-
-def test_ids_are_read_from_a_column_of_text(tmp_path: Path) -> None:
     file = tmp_path / "train_persons.csv"
     file.write_text("person\n" + "007\n7\n" * 6 + "007\n", encoding="utf-8")
     assert len(Persons(records(), file)) == 2
@@ -209,9 +203,8 @@ def test_a_check_knows_whose_the_records_are(
 
 
 def test_a_budget_is_sized_for_persons() -> None:
-    sized = partial(
-        call, *["privacy", "calibrate", "--epsilon", "3", "--rounds", "2", "--batch-size", "20"]
-    )
+    words = ("privacy", "calibrate", "--epsilon", "3", "--rounds", "2", "--batch-size", "20")
+    sized = partial(call, *words)
     pytest.importorskip("dp_accounting")
     a, b = (json.loads(sized(f"--{unit}", 200, "--json").stdout) for unit in UNITS)
     assert a["unit"] == "person"

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The discrete Gaussian: its probabilities, to the last bit, and what a sum of several is worth."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 
@@ -27,22 +25,19 @@ def density(variance, reach):
     return found / found.sum()
 
 
-def chi_square(counts, expected):
-    """In standard deviations above its mean."""
-    keep = expected > 5
-    counts = np.append(counts[keep], counts.sum() - counts[keep].sum())
-    expected = np.append(expected[keep], max(expected.sum() - expected[keep].sum(), 1e-9))
-    free = len(counts) - 1
-    return (((counts - expected) ** 2 / expected).sum() - free) / math.sqrt(2 * free)
-
-
 @pytest.mark.parametrize("variance", [1, 2, 11, 45, 1000])
 def test_draws_have_the_probabilities_of_the_definition(variance):
     size, reach = 400_000, 9 * math.isqrt(variance) + 3
     found = draws(variance, size, seeded())
     assert np.abs(found).max() <= reach
     counts = np.bincount(found + reach, minlength=2 * reach + 1)
-    assert chi_square(counts, size * density(variance, reach)) < 5
+    expected = size * density(variance, reach)
+    keep = expected > 5
+    counts = np.append(counts[keep], counts.sum() - counts[keep].sum())
+    expected = np.append(expected[keep], max(expected.sum() - expected[keep].sum(), 1e-9))
+    free = len(counts) - 1
+    # chi^2, in standard deviations above its mean.
+    assert (((counts - expected) ** 2 / expected).sum() - free) / math.sqrt(2 * free) < 5
 
 
 @pytest.mark.parametrize("variance", [1, 45, 10**12, 2**96])
@@ -55,9 +50,8 @@ def test_exact_comparisons_decide_as_floats_do(variance, monkeypatch):
 @pytest.mark.parametrize(("k", "exponent"), [(0, Fraction(1, 2)), (3, Fraction(2**105 + 1, 2**98))])
 def test_a_number_at_the_bound_gets_more_bits(k, exponent):
     bound = int(2.0 ** (64 + k) * math.exp(-exponent))
-    u = next(
-        u for u in range(bound + 2**11, -1, -1) if discrete._below(u, k, exponent, lambda _: ZERO)
-    )
+    numbers = range(bound + 2**11, -1, -1)
+    u = next(u for u in numbers if discrete._below(u, k, exponent, lambda _: ZERO))
     assert abs(u - bound) < 2**11
     assert not discrete._below(u, k, exponent, lambda _: ONES)
     # Bits that do not end the doubt are followed by others.
@@ -114,12 +108,6 @@ def losses(std, sites, shift):
     return kept, np.log(kept / moved)
 
 
-def delta_of(epsilon, mu):
-    """The closed form of the Gaussian mechanism (Balle & Wang, 2018)."""
-    above, below = (0.5 * math.erfc((epsilon / mu + s * mu / 2) / 2**0.5) for s in (-1, 1))
-    return above - math.exp(epsilon) * below
-
-
 @pytest.mark.parametrize(("sites", "shift"), [(1, 20), (3, 20), (6, 40)])
 def test_releases_cost_what_the_closed_form_says(sites, shift):
     # An update and a vote, each a number.
@@ -128,7 +116,9 @@ def test_releases_cost_what_the_closed_form_says(sites, shift):
     mu = math.hypot(shift / 40, shift // 4 / 25)
     for epsilon in (0.0, 0.5, 1.5):
         left = np.maximum(-np.expm1(epsilon - np.add.outer(one, other)), 0.0)
-        exact, claimed = update @ left @ vote, delta_of(epsilon, mu)
+        # The closed form of the Gaussian mechanism (Balle & Wang, 2018).
+        above, below = (0.5 * math.erfc((epsilon / mu + s * mu / 2) / 2**0.5) for s in (-1, 1))
+        exact, claimed = update @ left @ vote, above - math.exp(epsilon) * below
         assert exact <= claimed
         assert exact >= claimed * (0.97 - 0.06 * epsilon)
 

@@ -1,7 +1,5 @@
 """From a privacy budget to noise, to what it does, and to lines that run."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -11,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from declearn.main.config import FLOptimConfig
 from report_runs import call
 
 from fedclip import UpdateClipClient, UpdateClipServer
@@ -38,32 +35,7 @@ def test_a_plan_is_worth_its_rounds_and_no_more(
     assert values.drift == pytest.approx(values.noise * math.sqrt(5000 / rounds))
 
 
-def test_the_lines_of_a_plan_are_a_configuration(tmp_path: Path) -> None:
-    done = call(*BUDGET, "--values", "10000")
-    lines = done.stdout[done.stdout.index("[optim]") :].replace("modules", "lrate = 1.0\nmodules")
-    FLOptimConfig.from_params(**tomllib.loads(lines)["optim"])
-    path = tmp_path / "config.toml"
-    path.write_text(
-        f"""
-        network = {{ protocol = "websockets", host = "127.0.0.1", port = 8765 }}
-        data = {{}}
-        [run]
-        rounds = 100
-        register = {{ min_clients = 100, max_clients = 100 }}
-        training = {{ batch_size = 8 }}
-        {lines}"""
-    )
-    checked = check_config(path)
-    assert checked.ok
-    said = [f.message for f in checked.findings]
-    # The plan is for 100 releases; without start_norm, the first round only counts votes.
-    assert any("100 rounds cost epsilon = 7.963 at delta = 1e-05" in m for m in said)
-    assert not any("in name only" in m for m in said)
-
-
-@pytest.mark.parametrize(
-    ("clients", "honest", "sites"), [(100, 0.75, 75), (3, 0.5, 1), (7, 1.0, 7)]
-)
+@pytest.mark.parametrize(("clients", "honest", "sites"), [(99, 0.75, 74), (3, 0.5, 1), (7, 1.0, 7)])
 def test_prices_of_noise_from_the_sites(clients: int, honest: float, sites: int) -> None:
     found = plan(2.0, 1e-5, 50, clients, relation="replace-one")
     prices = TrustModels(found, honest)
@@ -95,7 +67,6 @@ def test_what_a_plan_says_of_secure_sums_is_enough_for_them(values: str, said: s
     noise = UpdateClipClient(**client[1]).noise
     assert noise == UpdateClipServer(**server[1]).site.get_config()
     numbers = re.search(r"clipval = (\S+) times max_norm, and bitsize (.*)", text)
-    assert numbers is not None
     assert numbers[2] == said
     dtype = np.dtype(said.split()[-1].rstrip(")"))
     secagg = {"clipval": float(numbers[1]), "bitsize": int(said[:2])}
@@ -108,10 +79,41 @@ def test_what_a_plan_says_of_secure_sums_is_enough_for_them(values: str, said: s
         (("--honest", "0"), "honest must be a number in (0, 1]"),
         (("--honest", "1.1"), "honest must be a number in (0, 1]"),
         (("--honest", "1", "--per-round", "10"), "turns and evaluations leave the noise"),
+        (("--honest", "1", "--evaluation-share", "0.2"), "no --honest"),
+        (("--per-round", "9", "--evaluation-share", "0.2"), "either evaluation_share or per_round"),
     ],
 )
 def test_prices_that_there_are_not(words: tuple[str, ...], said: str) -> None:
     done = call(*BUDGET, *words)
     assert done.exit_code == 2
     assert said in done.stderr
+
+
+def test_turns_have_no_prices_and_evaluations_have_one() -> None:
     assert "trusted" not in call(*BUDGET, "--per-round", "10").stdout
+    asked = (*BUDGET, "--evaluation-share", "0.2")
+    assert "mean loss of an evaluation: 0.15 loss_bound" in call(*asked).stdout
+    lines = " ".join(json.loads(call(*asked, "--json").stdout)["toml"])
+    assert "evaluation_share = 0.2, loss_bound = 3.0" in lines
+
+
+def test_the_lines_of_a_plan_are_a_configuration(tmp_path: Path) -> None:
+    done = call(*BUDGET, "--values", "10000")
+    lines = done.stdout[done.stdout.index("[optim]") :].replace("modules", "lrate = 1.0\nmodules")
+    path = tmp_path / "config.toml"
+    path.write_text(
+        f"""
+        network = {{ protocol = "websockets", host = "127.0.0.1", port = 8765 }}
+        data = {{}}
+        [run]
+        rounds = 100
+        register = {{ min_clients = 100, max_clients = 100 }}
+        training = {{ batch_size = 8 }}
+        {lines}"""
+    )
+    checked = check_config(path)
+    assert checked.ok
+    said = [finding.message for finding in checked.findings]
+    # The plan is for 100 releases; without start_norm, the first round only counts votes.
+    assert any("100 rounds cost epsilon = 7.963 at delta = 1e-05" in m for m in said)
+    assert not any("in name only" in m for m in said)

@@ -1,7 +1,5 @@
 """What `fedclip.analyse` answers, to whom, and in which words."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 from typing import Any
@@ -84,10 +82,8 @@ def test_without_shapes(spec: Any, bound: float | None, formula: str) -> None:
 def test_no_bound_of_a_round_is_rounded_below_it() -> None:
     for rate in (0.1, 0.3, 1e-3):
         found = analyse(Optimizer(lrate=rate, modules=[("norm-clip", {"max_norm": 0.7})]))
-        assert found.l2_bound is not None
         for steps in range(1, 40):
             bound = found.round_bound(steps)
-            assert bound is not None
             assert Fraction(bound) >= Fraction(rate) * steps * Fraction(found.l2_bound)
             assert bound == pytest.approx(rate * steps * found.l2_bound)
 
@@ -131,9 +127,8 @@ def test_a_plugin_that_is_not_known_bounds_nothing(monkeypatch: pytest.MonkeyPat
     assert "halve: no bound is known of it" in found.reasons
 
     def halve(module: Any, context: Context) -> Guarantee:
-        return Guarantee(
-            "halve", lipschitz=0.5, growth=0.5, finite=context.finite, unbounded="it halves"
-        )
+        finite = context.finite
+        return Guarantee("halve", lipschitz=0.5, growth=0.5, finite=finite, unbounded="it halves")
 
     monkeypatch.setitem(GUARANTEES, "halve", halve)
     found = analyse(["norm-clip", Halve()], SHAPES)
@@ -180,10 +175,7 @@ def test_check_multiplies_a_fixed_number_of_steps(checked: Any) -> None:
         ('["norm-clip", "adam"]', "adam comes after norm-clip and can exceed its bound"),
         ('["l2-global-clipping", "momentum"]', "momentum comes after l2-global-clipping"),
         ('["l2-clipping"]', "l2-clipping limits each tensor separately, all k together to 1·√k"),
-        (
-            '[["zscore-clip", {max_norm = 1.0}], "gaussian-noise"]',
-            "zscore-clip is an adaptive rule before gaussian",
-        ),
+        ('[["zscore-clip", {max_norm = 1.0}], "gaussian-noise"]', "is an adaptive rule before gau"),
         (
             '[["norm-clip", {scope = "tensor"}], "gaussian-noise"]',
             "gaussian-noise must be sized on 1·√k for k tensors, not on the limit of one of them",

@@ -1,7 +1,5 @@
 """`fedclip privacy audit`: each fault that is built in is refuted, or the claim is not audited."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -28,10 +26,7 @@ from fedclip.updates.limits import Limits
 from fedclip.updates.noise import Budget
 from fedclip.updates.protocol import Reply, Schedule
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:Argument 'logger':DeprecationWarning"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:Argument 'logger'")]
 
 FIXED = "learning_rate = 0.0, "
 CENTRAL = (
@@ -59,19 +54,17 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path
 
 def of_clients(
     write: Any, more: str = "", rate: str = FIXED, z: float = 1.5, rounds: int = 4, **changes: str
-) -> Path:
+) -> Any:
     server = CENTRAL.format(more=more, rate=rate, z=z)
-    file: Path = write(server=server, more=CROWD, rounds=rounds, **changes)
-    return file
+    return write(server=server, more=CROWD, rounds=rounds, **changes)
 
 
 def of_records(
     write: Any, epsilon: float = 4.0, size: int = 25, steps: int = 20, clip: str = '"sample-clip"'
-) -> Path:
+) -> Any:
     changes = {"aggregator": '"averaging"', "server": "[]", "client": f"[{clip}]"}
     training, more = f"n_steps = {steps}", PRIVATE.format(epsilon=epsilon)
-    file: Path = write(rounds=2, batch_size=size, training=training, more=more, **changes)
-    return file
+    return write(rounds=2, batch_size=size, training=training, more=more, **changes)
 
 
 def less_noise(by: float) -> list[Any]:
@@ -150,7 +143,6 @@ def test_faults_of_dp_sgd_are_refuted(write: Any, fault: str, persons: bool) -> 
             of = "".join(f"{i % 80}\n" for i in range(100))
             (file.parent / "data" / site / "train_persons.csv").write_text("person\n" + of)
     found = audited(file, OF_RECORDS[fault])
-    assert found is not None
     assert found.protects == ("person" if persons else "record")
     assert found.fault
 
@@ -171,21 +163,22 @@ def test_each_fault_is_refuted_or_its_claim_is_not_audited(
 
 
 @pytest.mark.parametrize(
-    ("more", "rate"), [("", FIXED), (BANDED, ""), (', relation = "replace-one"', FIXED)]
+    ("of", "more"),
+    [
+        (of_clients, {}),
+        (of_clients, {"more": BANDED, "rate": ""}),
+        (of_clients, {"more": ', relation = "replace-one"'}),
+        (of_records, {}),
+        (of_records, {"clip": '["sample-clip", {mode = "adaptive"}]'}),
+    ],
 )
-def test_no_fault_is_found_where_there_is_none(write: Any, more: str, rate: str) -> None:
-    found = audit(of_clients(write, more, rate), seed=1)
+def test_no_fault_is_found_where_there_is_none(write: Any, of: Any, more: dict[str, str]) -> None:
+    found = audit(of(write, **more), seed=1)
     assert not found.fault
-    assert found.audited
-    assert found.claimed < found.most
-    assert found.claimed / 4 < found.least
-
-
-@pytest.mark.parametrize("clip", ['"sample-clip"', '["sample-clip", {mode = "adaptive"}]'])
-def test_no_fault_is_found_in_dp_sgd_where_there_is_none(write: Any, clip: str) -> None:
-    found = audit(of_records(write, clip=clip), seed=1)
-    assert not found.fault
-    assert found.audited or "adaptive" in clip
+    assert found.audited or "clip" in more
+    if of is of_clients:
+        assert found.claimed < found.most
+        assert found.claimed / 4 < found.least
 
 
 def test_the_bound_is_above_the_truth_in_less_than_one_audit_of_twenty() -> None:
@@ -197,37 +190,6 @@ def test_the_bound_is_above_the_truth_in_less_than_one_audit_of_twenty() -> None
     # 5 % of 60, and 3.5 standard deviations.
     assert sum(bound > truth for bound in bounds) <= 3 + 6
     assert np.median(bounds) > truth / 3
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("delta", [1e-5, 1e-2])
-@pytest.mark.parametrize("mu", [0.3, 1.0, 3.0])
-def test_another_package_proves_the_same(mu: float, delta: float) -> None:
-    auditing = pytest.importorskip("jax_privacy.auditing")
-    rng = np.random.default_rng(0)
-    for canaries, share in ((500, 0.3), (2000, 0.1), (5000, 0.02)):
-        there = rng.random(canaries) < 0.5
-        scores = rng.standard_normal(canaries) + mu * there
-        limit = float(np.sort(scores)[-round(share * canaries)])
-        theirs = auditing.CanaryScoreAuditor(scores[there], scores[~there]).epsilon_one_run_fdp(
-            0.05, delta, threshold_strategy=auditing.Explicit(limit)
-        )
-        ours = lower_bound(guess(there, scores, share, 0.0), delta)
-        # At fewer deltas, the bound is a little lower.
-        assert 0.98 * theirs - 0.04 <= ours <= theirs + 1e-3
-
-
-@pytest.mark.soak
-def test_audits_are_right_as_often_as_they_say(write: Any) -> None:
-    files = [partial(of_clients, write), partial(of_clients, write, BANDED)]
-    for make in [*files, partial(of_records, write), partial(of_records, write, size=100)]:
-        file = make()
-        sound = [audit(file, seed=seed) for seed in range(40)]
-        assert all(one.audited for one in sound)
-        # 5 % of 40, and 3.5 standard deviations.
-        assert sum(one.fault for one in sound) <= 2 + 4
-        with less_noise(2.0)[0], less_noise(2.0)[1]:
-            assert sum(audit(file, seed=seed).fault for seed in range(40)) >= 39
 
 
 def test_a_configuration_that_claims_nothing_is_refused(write: Any) -> None:

@@ -1,11 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """fedclip.report: what the checkpoints say, as rows, table, CSV and sentences."""
 
-from __future__ import annotations
-
-import csv
 import dataclasses
-import io
 import json
 import math
 import os
@@ -17,10 +13,9 @@ import numpy as np
 import pytest
 from declearn.model.sklearn import NumpyVector
 from report_runs import Node, large_run
-from rich.console import Console
 
 from fedclip.core.records import RoundRecord
-from fedclip.report import Report, ReportError, read_report
+from fedclip.report import ReportError, read_report
 
 
 @pytest.fixture
@@ -31,12 +26,6 @@ def experiment(tmp_path: Path) -> Path:
         for norms in rounds:
             node.round(norms)
     return tmp_path
-
-
-def text(report: Report, **options: bool) -> str:
-    console = Console(file=io.StringIO(), width=120)
-    console.print(report.table(**options))
-    return console.file.getvalue()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("clock", ["set back", "names alone"])
@@ -69,13 +58,7 @@ def write_state(folder: Path, *records: Any, name: str = "norm-clip") -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [
-        {"buckets": 5},
-        {"buckets": [2**60], "counts": [3]},
-        {"round": -1},
-        {"limit": "x"},
-        {"norm_max": float("nan")},
-    ],
+    [{"buckets": 5}, {"buckets": [2**60], "counts": [3]}, {"round": -1}, {"norm_max": math.nan}],
 )
 def test_a_damaged_node_hides_no_other(experiment: Path, change: dict[str, Any]) -> None:
     record = dataclasses.asdict(RoundRecord(1, steps=2, clipped=1, norm_min=1.0, norm_max=2.0))
@@ -92,19 +75,8 @@ def test_files_that_hold_no_records_are_not_called_damaged(tmp_path: Path) -> No
     write_state(tmp_path / "whole", name="adam")
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "optimizer_state_1.mpk").write_bytes(b"\xc1")
-    with pytest.raises(
-        ReportError, match=r"has no records .*adam.*; cannot read 1 of 2 state files"
-    ):
+    with pytest.raises(ReportError, match=r"has no records .*adam.*; cannot read 1 of 2 state"):
         read_report(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["=cmd()", "+1", "-1", "@sum"])
-def test_no_name_is_a_formula_in_a_spreadsheet(name: str, tmp_path: Path) -> None:
-    Node(tmp_path / name, ["norm-clip"]).round([2.0])
-    file = io.StringIO()
-    read_report(tmp_path).write_csv(file)
-    (row,) = csv.DictReader(io.StringIO(file.getvalue()))
-    assert row["node"] == f"'{name}"
 
 
 @pytest.mark.parametrize(
@@ -137,7 +109,6 @@ def test_a_client_unlike_the_others_is_named(tmp_path: Path, level: float, words
     assert all(words in line for line in found)
 
 
-# -- loss and metrics ---------------------------------------------------------------------------
 def test_curves_are_read_where_declearn_writes_them(tmp_path: Path) -> None:
     client, server = Node(tmp_path / "c0", ["no-op"]), Node(tmp_path / "server", ["no-op"])
     for round_ in (1, 2, 3, 4, 5):

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page for a browser: one file, safe with other people's names, readable at each width."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -14,6 +12,7 @@ from declearn.main.utils import Checkpointer
 from declearn.optimizer import Optimizer
 from report_runs import Node, call, large_run
 
+from fedclip.privacy.ledger import FILE, Ledger
 from fedclip.report import page_of, read_report
 from fedclip.report.findings import Advice, Proposal
 from fedclip.report.reading import LEDGER
@@ -24,23 +23,12 @@ pytest.importorskip("jinja2")
 NAMES = ("<script>alert(3)", "[red]", "\x1b[31mred", '"><img src=x onerror=alert(1)>', "{{ 7*7 }}")
 
 
-def of_others(folder: Path) -> Path:
-    """Write a run whose names are markup."""
-    for name in NAMES:
-        Node(folder / name, ["no-op"]).round([1.0, 2.0])
-    metrics = {"<img src=x onerror=alert(2)>": 1.0, "__proto__": 2.0, "loss": 0.5}
-    Node(folder / "server", ["no-op"]).round([1.0], metrics=metrics)
-    return folder
-
-
 def page(folder: Path, **options: Any) -> str:
     return page_of(read_report(folder), **{"spent": {}, **options})
 
 
 @pytest.fixture(autouse=True)
-def _without_the_code_of_charts(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def _without_the_code_of_charts(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bundle it, which takes a second, only where it is read or run."""
     if "slow" not in request.keywords:
         monkeypatch.setattr("fedclip.report.page._vega", str)
@@ -53,7 +41,6 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def data_of(text: str) -> Any:
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
-    assert found is not None
     return json.loads(found[1])
 
 
@@ -74,7 +61,11 @@ def test_the_page_is_one_file_without_links(small: Path) -> None:
 
 
 def test_other_peoples_names_are_shown_as_they_are(tmp_path: Path) -> None:
-    text = page(of_others(tmp_path), spent={"server": ["<b>epsilon</b>"]})
+    for name in NAMES:
+        Node(tmp_path / name, ["no-op"]).round([1.0, 2.0])
+    metrics = {"<img src=x onerror=alert(2)>": 1.0, "__proto__": 2.0, "loss": 0.5}
+    Node(tmp_path / "server", ["no-op"]).round([1.0], metrics=metrics)
+    text = page(tmp_path, spent={"server": ["<b>epsilon</b>"]})
     html = text.partition('<script type="application/json"')[0]
     assert not re.search("<(b|img|i)[ >]", html)
     assert "\x1b" not in text
@@ -93,13 +84,9 @@ def sites(folder: Path, count: int, module: Any = "no-op", rounds: int = 3) -> P
     return folder
 
 
-def clipper_of(text: str) -> Any:
-    (experiment,) = data_of(text)["experiments"]
-    return experiment["clippers"][0]
-
-
 def test_of_many_clients_the_ends_have_names_and_are_not_in_the_band(tmp_path: Path) -> None:
-    clipper = clipper_of(page(sites(tmp_path, 12)))
+    (experiment,) = data_of(page(sites(tmp_path, 12)))["experiments"]
+    clipper = experiment["clippers"][0]
     assert [name for name, _ in clipper["lines"]] == ["highest: site-11", "lowest: site-0"]
     assert clipper["band"] == [[r, 1.01, 1.1] for r in (1, 2, 3)]
 
@@ -133,41 +120,20 @@ def test_what_is_advised_comes_first_and_its_limits_are_drawn(tmp_path: Path) ->
     text = page(tmp_path, advice=advice)
     (experiment,) = data_of(text)["experiments"]
     rules = {clipper["name"]: clipper["rules"] for clipper in experiment["clippers"]}
-    assert rules == {
-        "no-op": [["step.fixed", 1.2, True]],
-        "norm-clip on the server": [["aggregate.fixed", 0.7, False]],
-    }
-    said = [
-        "Start with step.fixed.",
-        "check its units",
-        "start here",
-        "modules = [",
-        "&lt;best&gt;",
-    ]
+    assert rules["no-op"] == [["step.fixed", 1.2, True]]
+    assert rules["norm-clip on the server"] == [["aggregate.fixed", 0.7, False]]
+    said = ["Start with step.fixed.", "check its units", "start here", "modules = [", "&lt;best"]
     places = [text.index(part) for part in [*said, "100 % of site-2", 'class="chart"']]
     assert places == sorted(places)
     assert text.count("start here") == 1
     assert text.count("check its units") == 1
 
 
-@pytest.mark.parametrize(
-    ("module", "said", "charts"),
-    [
-        ("no-op", "There was no limit, so nothing was clipped.", 1),
-        (["norm-clip", {"max_norm": 1e3}], "No step was clipped.", 1),
-        (["norm-clip", {"max_norm": 1.0}], "Share of the steps whose norm", 2),
-    ],
-)
-def test_nothing_empty_is_drawn(tmp_path: Path, module: Any, said: str, charts: int) -> None:
-    text = page(sites(tmp_path, 3, module))
-    assert text.count('class="chart"') == charts
-    assert said in text
-
-
-def private_run(folder: Path) -> Path:
-    """Write what two clients with DP-SGD leave: one has the module that says so, both a ledger."""
-    from fedclip.privacy.ledger import Ledger
-
+@pytest.mark.slow
+def test_a_private_run_shows_its_budget_and_nothing_of_records(tmp_path: Path) -> None:
+    """Of two clients with DP-SGD, one has the module that says so, and both have a ledger."""
+    assert FILE == LEDGER
+    folder, file = tmp_path / "run", tmp_path / "r.html"
     for name, modules in (("a", [["sample-clip", {}]]), ("b", [])):
         (folder / name).mkdir(parents=True)
         (folder / name / "optimizer_state_1.mpk").write_bytes(msgpack.packb({"modules": modules}))
@@ -179,16 +145,7 @@ def private_run(folder: Path) -> Path:
     for i in (1, 2):
         server.save_metrics({"loss": 1.0 / i}, timestamp=f"{i}")
     server.save_optimizer(Optimizer(1.0), timestamp="2")
-    return folder
-
-
-@pytest.mark.slow
-def test_a_private_run_shows_its_budget_and_nothing_of_records(tmp_path: Path) -> None:
-    from fedclip.privacy.ledger import FILE
-
-    assert FILE == LEDGER
-    file = tmp_path / "r.html"
-    shown = call("report", private_run(tmp_path / "run"), "--html", file)
+    shown = call("report", folder, "--html", file)
     assert shown.exit_code == 0, shown.stderr
     text = file.read_text()
     for part in (shown.stdout, text):
@@ -198,5 +155,5 @@ def test_a_private_run_shows_its_budget_and_nothing_of_records(tmp_path: Path) -
         assert not re.search("7654321|features", re.sub("<script.*", "", part, flags=re.S))
     assert shown.stdout.startswith("The run adds noise and records no norms")
     assert "After the last evaluation: loss 0.5." in shown.stdout
-    assert call("compare", tmp_path / "run").exit_code == 0
+    assert call("compare", folder).exit_code == 0
     assert "data-norms" not in re.sub("<script.*", "", text, flags=re.S)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared statistics: messages that no client can have sent, and how far liars move a limit."""
 
-from __future__ import annotations
-
 import copy
 from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
@@ -19,19 +17,10 @@ from shared_runs import CONFIGS, Federation, draw, rule_of
 from fedclip.arrays import NUMPY
 from fedclip.rules.sharing import Judgement
 from fedclip.statistics.client import SharedRule
-from fedclip.statistics.counts import (
-    _EDGES,
-    ERROR,
-    FedclipSharedCounts,
-    Round,
-    Tally,
-    counts_of,
-)
-
-every_clipper = pytest.mark.parametrize("name", CONFIGS)
+from fedclip.statistics.counts import _EDGES, ERROR, FedclipSharedCounts, Round, Tally, counts_of
 
 
-@every_clipper
+@pytest.mark.parametrize("name", CONFIGS)
 def test_many_clients_are_checked_together_and_lies_are_left_out_alone(name: str) -> None:
     fed = Federation(name)
     rng = np.random.default_rng(11)
@@ -130,7 +119,7 @@ def test_the_highest_bucket_is_that_of_the_highest_norm() -> None:
         (edge, edge * 1.1, False),
     ):
         init = tally.init(1, NUMPY)
-        state = namedtuple("State", init)(**init)  # type: ignore[misc]
+        state = namedtuple("State", init)(**init)
         judged = Judgement(None, np.array([norm]), True)
         fields = tally.add(judged, 1, state, NUMPY)._asdict()
         column = tally.encode({k: np.asarray(v)[..., 0].tolist() for k, v in fields.items()}, 0.0)
@@ -222,9 +211,8 @@ def claim(fed: Federation, values: Sequence[float]) -> Callable[[FedclipSharedCo
             seen = np.array([value])
             judged = Judgement(None, seen, True, unclipped=seen)
             state = rule.tally.add(judged, len(values), state, NUMPY)
-        return said(
-            fed, {name: getattr(state, name)[..., 0].tolist() for name in rule.tally.init(1, NUMPY)}
-        )
+        names = rule.tally.init(1, NUMPY)
+        return said(fed, {name: getattr(state, name)[..., 0].tolist() for name in names})
 
     return tamper
 
@@ -241,7 +229,6 @@ def limit_of(fed: Federation) -> float:
 
 HONEST = np.linspace(0.9, 1.1, 36)
 """What honest clients see in every round: no spikes."""
-
 
 WIDE = np.linspace(0.5, 1.5, 36)
 """The same for clippers that follow a quantile."""
@@ -353,7 +340,7 @@ def test_liars_move_a_limit_no_further_than_stated(
 
 
 @pytest.mark.parametrize(
-    ("name", "mean"), [("zscore-clip", 0.0), ("auto-clip", 0.5), ("ema-clip", 0.99)]
+    ("name", "mean"), [*zip(["zscore-clip", "auto-clip", "ema-clip"], [0, 0.5, 0.99], strict=True)]
 )
 def test_a_variance_that_no_norms_of_that_mean_have_is_refused(name: str, mean: float) -> None:
     """Norms between 0 and H have ``sum(u^2) <= H sum(u)``."""

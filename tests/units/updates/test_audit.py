@@ -1,7 +1,5 @@
 """An attack on update clipping under noise reaches no more than is claimed, and sees faults."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evaluations with central noise: what a client moves in them, what is written, what it costs."""
 
-from __future__ import annotations
-
 import csv
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +14,6 @@ from declearn.messaging import Error, EvaluationReply, Message
 from declearn.metrics import Metric, MetricSet
 from declearn.metrics._mean import MeanState
 from federation_runs import ADAPTIVE, N, complete
-from report_runs import call
 
 from benchmarks.audit import estimate
 from fedclip import UpdateClipServer
@@ -53,23 +49,14 @@ def module(**settings: Any) -> UpdateClipServer:
     return UpdateClipServer(**{**SETTINGS, **settings})
 
 
-def listening(
-    server: UpdateClipServer, clients: int = CLIENTS, secure: bool = False, more: Any = ()
-) -> Any:
+def listening(server: Any, clients: int = CLIENTS, secure: bool = False, more: Any = ()) -> Any:
     """Return a network that has begun a run, and the module's answer to its first round."""
     change(server=None)
     network: Any = NetworkServerConfig("fedclip-websockets", "127.0.0.1", 8765).build_server()
-    network._evaluated = Evaluations(
-        MetricSet([Accuracy(), *map(Metric.from_specs, more)]), clients, secure
-    )
+    metrics = MetricSet([Accuracy(), *map(Metric.from_specs, more)])
+    network._evaluated = Evaluations(metrics, clients, secure)
     change(evaluations=network._evaluated)
     return network, server.collect_aux_var()
-
-
-def train(server: UpdateClipServer) -> None:
-    """Have a round paid for."""
-    server.collect_aux_var()
-    server.process_aux_var(UpdateClipVotes(n_clients=CLIENTS, n_votes=CLIENTS, n_within=5))
 
 
 def reply(loss: float, accuracy: float = 0.5, samples: float = 20.0) -> EvaluationReply:
@@ -80,10 +67,12 @@ def reply(loss: float, accuracy: float = 0.5, samples: float = 20.0) -> Evaluati
 
 def told(server: UpdateClipServer, network: Any, replies: list[Message]) -> EvaluationReply:
     """Return what declearn's server gets of the evaluations of a new round."""
-    train(server)
+    # Have the round paid for.
+    server.collect_aux_var()
+    server.process_aux_var(UpdateClipVotes(n_clients=CLIENTS, n_votes=CLIENTS, n_within=5))
     found = network._evaluations({f"client {i}": one for i, one in enumerate(replies)})
     assert list(found) == ["all clients"]
-    return found["all clients"]  # type: ignore[no-any-return]
+    return found["all clients"]
 
 
 OTHERS = [reply(1.0, 0.9) for _ in range(CLIENTS - 1)]
@@ -107,7 +96,7 @@ def test_one_client_moves_the_sums_by_its_bound_at_most(quiet: Any, sent: Any) -
     without, among = (told(server, network, [*OTHERS, *more]) for more in ([], [sent]))
     moved = np.array(
         [
-            (among.metrics[name].num_sum - without.metrics[name].num_sum) * CLIENTS / bound  # type: ignore[attr-defined]
+            (among.metrics[name].num_sum - without.metrics[name].num_sum) * CLIENTS / bound
             for name, bound in (("loss", BOUND), ("accuracy", 1.0))
         ]
     )
@@ -117,7 +106,7 @@ def test_one_client_moves_the_sums_by_its_bound_at_most(quiet: Any, sent: Any) -
     # What is handed on does not say how many there were, how long they took, or on what.
     for one in (without, among):
         assert (one.n_steps, one.t_spent, one.metrics.keys()) == (1, 0.0, {"loss", "accuracy"})
-        assert {state.divisor for state in one.metrics.values()} == {1.0}  # type: ignore[attr-defined]
+        assert {state.divisor for state in one.metrics.values()} == {1.0}
 
 
 def test_the_mean_is_that_of_the_clients(quiet: Any) -> None:
@@ -125,7 +114,7 @@ def test_the_mean_is_that_of_the_clients(quiet: Any) -> None:
     network, _ = listening(server)
     found = told(server, network, [*OTHERS, reply(2.0, 0.4)])
     assert found.loss == pytest.approx(1.1)
-    assert found.metrics["accuracy"].num_sum == pytest.approx(0.85)  # type: ignore[attr-defined]
+    assert found.metrics["accuracy"].num_sum == pytest.approx(0.85)
 
 
 def test_each_round_pays_for_one_evaluation() -> None:
@@ -147,25 +136,20 @@ def test_each_round_pays_for_one_evaluation() -> None:
 @pytest.mark.parametrize("settings", [{}, {"learning_rate": 0.0}, {"bits_noise": 30.0}])
 def test_update_votes_and_evaluation_together_cost_a_round(settings: dict[str, Any]) -> None:
     budget = module(**settings).budget
-    assert budget is not None
     parts = [budget.update_noise, budget.evaluation_noise]
     parts += [2.0 * budget.bits_noise] if budget.bits_noise else []
     assert sum(z**-2.0 for z in parts) == pytest.approx(Z**-2.0)
     found = plan(8.0, 1e-5, 100, CLIENTS, evaluation_share=SHARE)
     assert epsilon([Release(found.noise_multiplier, 100)], 1e-5) <= 8.0
-    planned = UpdateClipServer(**found.config).budget  # type: ignore[arg-type]
-    assert planned is not None
+    planned = UpdateClipServer(**found.config).budget
     assert planned.update_noise == found.update_noise
 
 
 @pytest.mark.parametrize("fault", ["", "noise halved", "clip left out"])
-def test_an_audit_finds_the_faults_and_no_others(
-    fault: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_audit_finds_the_faults_and_no_others(fault: str, monkeypatch: Any) -> None:
     """Evaluations with and without a client whose model is as bad as can be."""
     server = module(generator="insecure", seed=3)
     network, _ = listening(server)
-    assert server.budget is not None
     if fault == "noise halved":
         server.budget.evaluation_noise /= 2
     if fault == "clip left out":
@@ -173,9 +157,7 @@ def test_an_audit_finds_the_faults_and_no_others(
 
     def seen(replies: list[Message]) -> Any:
         found = [told(server, network, replies).metrics for _ in range(2000)]
-        return np.array(
-            [[one["loss"].num_sum / BOUND, one["accuracy"].num_sum] for one in found]  # type: ignore[attr-defined]
-        )
+        return np.array([[one["loss"].num_sum / BOUND, one["accuracy"].num_sum] for one in found])
 
     # Numbers in the middle, so that few means are clamped.
     others: list[Message] = [reply(1.5, 0.5) for _ in range(CLIENTS - 1)]
@@ -207,22 +189,10 @@ def test_what_can_have_no_noise_ends_the_run_at_its_first_round() -> None:
         assert bool(said) == bool(stop)
 
 
-def test_other_engines_refuse_it() -> None:
+@pytest.mark.parametrize("make", [lambda: server_of(SETTINGS), lambda: UpdateServer(module())])
+def test_other_engines_refuse_it(make: Any) -> None:
     with pytest.raises(ValueError, match="fedclip-websockets: leave it out"):
-        server_of(SETTINGS)
-    with pytest.raises(ValueError, match="fedclip-websockets: leave it out"):
-        UpdateServer(module())
-
-
-def test_a_plan_prices_it() -> None:
-    asked = ("privacy", "plan", "--epsilon", 8, "--rounds", 100, "--clients", 100)
-    share = ("--evaluation-share", 0.2)
-    assert "mean loss of an evaluation: 0.15 loss_bound" in call(*asked, *share).stdout
-    kept = json.loads(call(*asked, *share, "--json").stdout)
-    assert kept["evaluation_share"] == 0.2
-    assert "evaluation_share = 0.2, loss_bound = 3.0" in " ".join(kept["toml"])
-    assert "no --honest" in call(*asked, *share, "--honest", 0.5).stderr
-    assert "either evaluation_share or per_round" in call(*asked, *share, "--per-round", 9).stderr
+        make()
 
 
 @pytest.mark.slow

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Update clipping for any engine: flat messages, and a server whose state is in a file."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,7 @@ from fedclip.updates.protocol import (
 )
 from fedclip.updates.store import PersistentServer, client_of, read, server_of
 
-MODEL = {"w": np.zeros(3)}
+MODEL, DEEP = {"w": np.zeros(3)}, "[" * 10**5
 NOISE: dict[str, Any] = {
     "start_norm": 1.0,
     "noise_multiplier": 2.0,
@@ -56,15 +54,6 @@ def test_a_reply_comes_through_and_one_that_can_not_be_counts_as_zeros() -> None
     assert closed.record["share"] is None
 
 
-@pytest.mark.parametrize("make", [server_of, client_of])
-def test_a_setting_that_is_not_known_is_named(make: Any) -> None:
-    with pytest.raises(TypeError, match="did you mean 'noise_multiplier'"):
-        make({"noise_multiplyer": 1.0})
-    with pytest.raises(ValueError, match="weights do not go with noise"):
-        server_of({**NOISE, "weights": "steps"})
-
-
-# -- the file -----------------------------------------------------------------------------------
 @pytest.mark.parametrize("more", [{}, {"separation": 3, "noise": "banded", "rounds": 9}])
 def test_a_server_that_was_killed_goes_on(more: dict[str, Any], tmp_path: Path) -> None:
     whole = PersistentServer({**NOISE, **more}, tmp_path / "whole")
@@ -82,7 +71,7 @@ def test_a_server_that_was_killed_goes_on(more: dict[str, Any], tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"settings": 1, "state": {}, "rounds": []}', "\0", "[" * 10**5]
+    "text", ["", "[]", '{"settings": 1, "state": {}, "rounds": []}', "\0", DEEP]
 )
 def test_a_file_that_is_damaged_is_not_overwritten(text: str, tmp_path: Path) -> None:
     (tmp_path / SERVED).write_text(text)
@@ -100,9 +89,7 @@ def test_a_file_that_is_damaged_is_not_overwritten(text: str, tmp_path: Path) ->
         *[("stop", None), ("stop", 0), ("fedclip", 1)],
     ],
 )
-def test_a_message_comes_through_and_one_that_can_not_be_is_refused(
-    name: str, value: object
-) -> None:
+def test_a_message_comes_through_and_one_that_can_not_be_is_refused(name: str, value: Any) -> None:
     for scope in ("global", ["a.*", "*"], {"head": 0.5, "*": 1.0}):
         sent = SentBound(0.25, False, True, scope, 7, "why", True)
         assert bound_from(json.loads(json.dumps(bound_to(sent)))) == sent
@@ -119,12 +106,8 @@ def test_one_server_uses_a_folder_and_writes_before_it_releases(tmp_path: Path) 
     (tmp_path / f"{SERVED}.new").mkdir()
     with pytest.raises(OSError, match=SERVED):
         rounds(served, 1)
-
-
-def test_what_was_spent_is_not_forgotten_by_settings_without_noise(tmp_path: Path) -> None:
-    served = PersistentServer(NOISE, tmp_path)
-    rounds(served, 1)
     served.leave()
+    # What was spent is not forgotten by settings without noise.
     with pytest.raises(StateError, match="has spent a privacy budget"):
         PersistentServer({"start_norm": 1.0}, tmp_path)
 
@@ -146,13 +129,15 @@ def test_reports_and_accounts_read_the_file(settings: dict[str, Any], tmp_path: 
             [*read_spent(tmp_path)]
 
 
-@pytest.mark.parametrize("folder", ["result", "", "../result"])
-def test_a_folder_that_depends_on_where_a_server_starts_is_refused(folder: str) -> None:
-    with pytest.raises(ValueError, match="folder must be an absolute path"):
-        PersistentServer({}, folder)
-
-
-@pytest.mark.parametrize(("settings", "warned"), [(NOISE, True), ({}, False)])
-def test_noise_without_a_folder_is_warned_of(settings: Any, warned: bool, caplog: Any) -> None:
-    PersistentServer(settings)
-    assert ("noise without a folder" in caplog.text) == warned
+@pytest.mark.parametrize("make", [server_of, client_of, PersistentServer])
+def test_settings_and_folders_that_are_refused(make: Any, caplog: Any) -> None:
+    with pytest.raises(TypeError, match="did you mean 'noise_multiplier'"):
+        make({"noise_multiplyer": 1.0})
+    for folder in ("result", "", "../result"):
+        # Where a server starts would decide which ledger it reads.
+        with pytest.raises(ValueError, match="folder must be an absolute path"):
+            PersistentServer({}, folder)
+    for settings in ({}, NOISE):
+        assert "noise without a folder" not in caplog.text
+        PersistentServer(settings)
+    assert "noise without a folder" in caplog.text

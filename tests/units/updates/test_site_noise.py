@@ -1,7 +1,5 @@
 """Noise from the sites: integers that are summed exactly, who is refused, and real federations."""
 
-from __future__ import annotations
-
 import functools
 import math
 import operator
@@ -89,9 +87,8 @@ def test_secure_sums_are_those_of_the_integers_that_were_drawn(
     bitsize = bits + 2 * (kind == "masking")
     encrypters, decrypter = SECURE[kind](NAMES, bitsize=bitsize, clipval=32.0)
     noise, meant = SiteNoise(**NOISE), []
-    monkeypatch.setattr(
-        SiteNoise, "integers", lambda *args: meant.append(integers(*args)) or meant[-1]
-    )
+    drawn = lambda *args: meant.append(integers(*args)) or meant[-1]  # noqa: E731
+    monkeypatch.setattr(SiteNoise, "integers", drawn)
     rng = np.random.default_rng(1)
     secret = []
     for encrypter in encrypters.values():
@@ -182,10 +179,9 @@ def test_the_sum_has_the_noise_that_is_charged(kind: str, silent: int) -> None:
     budget = server.module.budget
     # Votes and update together cost what z alone does.
     assert budget.update_noise == pytest.approx(2.0 * math.sqrt(4 / 3))
-    assert noise.std() == pytest.approx(
-        budget.update_noise * math.sqrt((M - silent) / 3) / M, rel=0.1
-    )
-    assert SiteNoise(**NOISE).multiplier(silent) == pytest.approx(2.0 * math.sqrt((M - silent) / 3))
+    share = math.sqrt((M - silent) / 3)
+    assert noise.std() == pytest.approx(budget.update_noise * share / M, rel=0.1)
+    assert SiteNoise(**NOISE).multiplier(silent) == pytest.approx(2.0 * share)
     assert server.module.get_state()["spent"] == [[2.0, 1]]
     assert server.module.stop == ""
 
@@ -317,12 +313,10 @@ def test_a_run_by_masks_has_the_noise_of_those_that_add_theirs(
     """One of the three adds none. Two are counted on: the noise is that of the multiplier."""
     table = {"noise_multiplier": 40.0, "expected_clients": N, "honest": 0.75, "max_norm": 1.0}
     server = {**table, "noise_at": "clients", "start_norm": 1.0, "learning_rate": 0.0}
+    client = {"noise": {**table, "bits_noise": 0.0}}
     optim = {
         "aggregator": "clipped-averaging",
-        "client_opt": {
-            "lrate": 0.001,
-            "modules": [["update-clip-client", {"noise": {**table, "bits_noise": 0.0}}]],
-        },
+        "client_opt": {"lrate": 0.001, "modules": [["update-clip-client", client]]},
         "server_opt": {"lrate": 1.0, "modules": [["update-clip-server", server]]},
     }
 

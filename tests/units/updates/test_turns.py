@@ -1,7 +1,5 @@
 """Clients that take turns: the schedule, what is charged, and noise that is taken back."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import tempfile
@@ -47,7 +45,7 @@ BANDED: dict[str, Any] = {
 
 def matrix(c: tuple[float, ...], rounds: int) -> np.ndarray[Any, Any]:
     """Return C, which has the coefficients on its diagonals."""
-    return sum(np.diag([x] * (rounds - j), -j) for j, x in enumerate(c[:rounds]))  # type: ignore[return-value]
+    return sum(np.diag([x] * (rounds - j), -j) for j, x in enumerate(c[:rounds]))
 
 
 @settings(deadline=None)
@@ -95,16 +93,6 @@ def test_no_other_coefficients_have_less_error(
         assert error(moved, rounds, momentum) > error(best, rounds, momentum)
 
 
-@pytest.mark.soak
-def test_another_package_finds_no_better_coefficients() -> None:
-    toeplitz = pytest.importorskip("jax_privacy.matrix_factorization.toeplitz")
-    found = toeplitz.optimize_banded_toeplitz(100, 5)
-    theirs = tuple((np.asarray(found) / found[0]).tolist())
-    assert error(coefficients(100, 5), 100) <= 1.001 * error(theirs, 100)
-    squared = toeplitz.minsep_sensitivity_squared(np.array(theirs), 5, 20, 100)
-    assert squared == pytest.approx(20 * math.hypot(*theirs) ** 2, rel=1e-6)
-
-
 def test_a_stream_is_the_inverse_of_its_matrix() -> None:
     rng, c = np.random.default_rng(0), coefficients(20, 4)
     draws = rng.normal(size=(20, 3))
@@ -121,23 +109,30 @@ def seeded(**changes: Any) -> AdaptiveBound:
     return AdaptiveBound(**{**settings, **BANDED, **changes})
 
 
-def played(bound: AdaptiveBound, rounds: int, names: str = "vw") -> Iterator[dict[str, Any]]:
+def played(
+    bound: AdaptiveBound, rounds: int, names: str = "vw", later: float = 1.0
+) -> Iterator[dict[str, Any]]:
+    """Yield averages of zeros, in units of the bound, which is another one from round 4 on."""
     server, due = UpdateServer(bound), Participation(bound.separation, 12)
     like = {name: np.zeros((2, 1) if name == "v" else 3) for name in names}
-    for _ in range(rounds):
-        server.open(due)
-        yield server.close([Reply(like)], like).average
+    for round_ in range(rounds):
+        sent = server.open(due)
+        average = server.close([Reply(like)], like).average
+        yield {name: np.asarray(array) / sent.bound for name, array in average.items()}
+        bound.bound = later if round_ >= 2 else 1.0
 
 
-def test_what_is_released_is_the_stream_in_units_of_the_bound() -> None:
-    plain = [dict(a) for a in played(seeded(noise="independent", rounds=None), 6)]
-    banded = [dict(a) for a in played(seeded(), 6)]
+@pytest.mark.parametrize("later", [1.0, 8.0])
+def test_what_is_released_is_the_stream_in_units_of_the_bound(later: float) -> None:
+    """So what a later round takes back is scaled to that round."""
+    plain = [*played(seeded(noise="independent", rounds=None), 6)]
+    banded = [*played(seeded(), 6, later=later)]
     c = coefficients(12, 3)
     for name in "vw":
         drawn, made = (np.array([a[name].ravel() for a in run]) for run in (plain, banded))
         mixed = matrix(c, 6) @ made / math.hypot(*c)
-        np.testing.assert_allclose(mixed, drawn, atol=1e-7)
-    again = [*played(seeded(), 6, names="wv")]
+        np.testing.assert_allclose(mixed, drawn, atol=1e-6)
+    again = [*played(seeded(), 6, names="wv", later=later)]
     # Another order of the names is no other noise.
     assert [sorted(a) for a in again] == [["v", "w"]] * 6
     np.testing.assert_array_equal([a["w"] for a in again], [a["w"] for a in banded])
@@ -145,15 +140,12 @@ def test_what_is_released_is_the_stream_in_units_of_the_bound() -> None:
 
 def test_a_first_round_that_only_votes_begins_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its votes are charged; the schedule and its noise begin with the round after it."""
-    drawn = []
-    draw = Stream.draw
-    monkeypatch.setattr(
-        Stream, "draw", lambda self, *args: drawn.append(args[0]) or draw(self, *args)
-    )
+    drawn, draw = [], Stream.draw
+    monkeypatch.setattr(Stream, "draw", lambda *args: drawn.append(args[1]) or draw(*args))
     bound = AdaptiveBound(**{**BANDED, "start_norm": None, "bits_noise": 1.01})
     server, like = UpdateServer(bound), {"w": np.ones(5)}
     owed = [[2.02, 1], [2.0, 1]]
-    assert bound.budget.cost(4) == epsilon([Release(*o) for o in owed], 1e-5)  # type: ignore[union-attr]
+    assert bound.budget.cost(4) == epsilon([Release(*o) for o in owed], 1e-5)
     for round_ in range(4):
         sent = server.open(Participation(3, 6))
         assert sent.only_votes == (round_ == 0)
@@ -162,24 +154,8 @@ def test_a_first_round_that_only_votes_begins_no_stream(monkeypatch: pytest.Monk
         closed = server.close(replies, like)
         assert (closed.withheld, closed.record["withheld"]) == (round_ == 0, round_ == 0)
         assert bool(np.any(closed.average["w"])) == (round_ > 0)
-        assert sorted(bound.get_state()["spent"]) == sorted(owed[: 1 + (round_ > 0)])  # type: ignore[call-overload]
+        assert sorted(bound.get_state()["spent"]) == sorted(owed[: 1 + (round_ > 0)])
     assert drawn == [5] * 3
-
-
-def test_banded_noise_cancels_where_the_bound_jumps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is in units of the bound: what a later round takes back is scaled to that round."""
-    zeros = {"w": np.zeros(3)}
-
-    def released(jump: bool) -> list[Any]:
-        bound, rows = seeded(start_norm=1.0), []
-        server = UpdateServer(bound)
-        for round_ in range(6):
-            sent = server.open(Participation(3, 12))
-            rows.append(server.close([Reply(zeros)] * 4, zeros).average["w"] / sent.bound)
-            bound.bound = 8.0 if jump and round_ >= 2 else 1.0
-        return rows
-
-    np.testing.assert_allclose(released(True), released(False), atol=1e-6)
 
 
 @pytest.mark.parametrize("noise", ["independent", "banded"])
@@ -194,23 +170,6 @@ def test_a_client_is_charged_for_its_turns(noise: str) -> None:
     assert "turns of each client" in bound.open(Participation(3, 12)).stop
 
 
-def test_a_restart_begins_a_schedule_and_a_state_without_a_ledger_goes_nowhere() -> None:
-    bound = seeded()
-    list(played(bound, 4))
-    again = seeded()
-    for _ in range(3):  # as whoever reads checkpoints does
-        again.set_state(bound.get_state())
-        assert again.epsilon == bound.epsilon
-    assert again.rounds_left(99) == 99
-    list(played(again, 1))
-    assert again.epsilon == pytest.approx(epsilon([Release(2.0, 2 + 1)], 1e-5))
-    assert "noise" not in str(bound.get_state())
-    old = bound.get_state()
-    del old["ledger"]
-    again.set_state(old)
-    assert "there is no ledger of what it spent" in again.open(Participation(3, 12)).stop
-
-
 LIFE = st.sampled_from(["round", "round", "ask", "save", "restart", "forget", "again", "newcomer"])
 
 
@@ -218,9 +177,7 @@ LIFE = st.sampled_from(["round", "round", "ask", "save", "restart", "forget", "a
 @given(st.sampled_from(["turns", "banded", "independent"]), st.lists(LIFE, max_size=25))
 @example("turns", ["round", "again", "round"])
 @example("banded", ["save", "round", "ask", "restart", "round", "newcomer", "round"])
-def test_whatever_happens_to_a_server_what_was_asked_for_is_charged(
-    kind: str, life: list[str]
-) -> None:
+def test_whatever_happens_to_a_server_what_was_asked_for_is_charged(kind: str, life: Any) -> None:
     """A restart goes on from a state or from none; or the same objects serve another run."""
     config = {**BANDED, "separation": 2, "rounds": 9}
     if kind != "banded":
@@ -259,7 +216,7 @@ def lived(config: dict[str, Any], life: list[str]) -> None:
         assert sum(r.steps for r in charged.spent) >= max(asked.values(), default=0)
 
 
-@pytest.mark.parametrize("how", ["gone", "another", "put back", "damaged"])
+@pytest.mark.parametrize("how", ["gone", "older", "another", "put back", "damaged"])
 def test_a_restart_without_its_ledger_is_refused(how: str, tmp_path: Path) -> None:
     path = tmp_path / "spent"
     bound = seeded(noise="independent", rounds=None, ledger=str(path))
@@ -268,9 +225,11 @@ def test_a_restart_without_its_ledger_is_refused(how: str, tmp_path: Path) -> No
     list(played(bound, 4))
     state = bound.get_state()
     again = seeded(noise="independent", rounds=None, ledger=str(path))
-    if how == "gone":
+    if how in ("gone", "older"):
         again = seeded(noise="independent", rounds=None)
         budget._OF_THIS_PROCESS.clear()
+    if how == "older":
+        del state["ledger"]
     if how == "another":
         again = seeded(noise="independent", rounds=None, ledger=str(tmp_path / "other"))
     if how in ("put back", "damaged"):
@@ -345,9 +304,7 @@ def test_a_short_audit_finds_the_faults_and_no_others(name: str) -> None:
 def test_a_guarded_server_draws_by_turns_where_noise_is_accounted_so() -> None:
     for config, per_round in ((BANDED, 2), ({}, None)):
         server = {"lrate": 1.0, "modules": [("update-clip-server", config)]}
-        optim = FLOptimConfig.from_params(
-            client_opt=0.1, aggregator="clipped-averaging", server_opt=server
-        )
+        optim = {"client_opt": 0.1, "aggregator": "clipped-averaging", "server_opt": server}
         network = NetworkServerConfig("websockets", "127.0.0.1", 8765)
-        inner = guarded(network, optim)["client_sampler"].sampler
+        inner = guarded(network, FLOptimConfig.from_params(**optim))["client_sampler"].sampler
         assert getattr(inner, "per_round", None) == per_round

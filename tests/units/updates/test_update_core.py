@@ -1,7 +1,5 @@
 """Update clipping for any engine, beside declearn's plug-ins on the same data."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from dataclasses import replace
@@ -13,7 +11,6 @@ from declearn.model.sklearn import NumpyVector
 from declearn.optimizer import Optimizer
 from federation_helpers import Clients, Server
 from federation_helpers import sent as arrived
-from helpers import require
 
 from fedclip import UpdateClipServer
 from fedclip.engines.declearn.messages import UpdateClipVotes
@@ -23,13 +20,11 @@ from fedclip.errors import FedclipWarning
 from fedclip.updates.aggregation import Combining
 from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.client import UpdateClient
-from fedclip.updates.limits import statistics_of
 from fedclip.updates.protocol import Reply, SentBound
 from fedclip.updates.server import UpdateServer
 from fedclip.updates.weights import Shares
 
 NOISE = {"noise_multiplier": 1.0, "generator": "insecure", "seed": 7}
-
 
 pytestmark = pytest.mark.usefixtures("no_round_left_open")
 
@@ -73,9 +68,7 @@ def by_the_core(bound: dict[str, Any], client: dict[str, Any], more: dict[str, A
     return [*seen, server.get_state()]
 
 
-def by_the_plugins(
-    bound: dict[str, Any], client: dict[str, Any], more: dict[str, Any]
-) -> list[Any]:
+def by_the_plugins(bound: dict[str, Any], client: dict[str, Any], more: dict[str, Any]) -> Any:
     aggregator = {"name": "clipped-averaging", **client, **more}
     server = Server([("update-clip-server", bound)], aggregator)
     clients, seen = Clients(5, ["update-clip-client"], aggregator), []
@@ -117,9 +110,7 @@ TABLE = {"a": 1.0, "b": 2.0, "c": 5.0, "d": 40.0, "e": 3.0}
         ({"start_norm": 0.5}, {}, {"combine": "trimmed", "n_hostile": 2}),
     ],
 )
-def test_the_core_and_the_plugins_give_the_same(
-    bound: dict[str, Any], client: dict[str, Any], more: dict[str, Any]
-) -> None:
+def test_the_core_and_the_plugins_give_the_same(bound: Any, client: Any, more: Any) -> None:
     """Bounds, averages and states, over rounds with NaN, an outlier, and a client that is silent.
 
     Both go on from their state in the middle.
@@ -153,7 +144,6 @@ def test_a_client_refuses_what_is_not_for_it() -> None:
             UpdateClient().clip(update, sent)
 
 
-# -- noise is for weights ----------------------------------------------------------------------
 ONES, ZEROS, KERNEL = np.ones(4), np.zeros(4), np.ones((4, 4))
 COUNT = np.array(3)
 
@@ -175,18 +165,8 @@ HELD = {
     "a list with counters": nameless(KERNEL, ZEROS, ONES, COUNT),
 }
 FREE = {
-    "biases and scales": {
-        "fc.weight": KERNEL,
-        "fc.bias": ZEROS,
-        "ln.gamma": ONES,
-        "ln.beta": ZEROS,
-    },
-    "heads": {
-        "mean.weight": KERNEL,
-        "var/kernel": KERNEL,
-        "mean": ONES,
-        "average_pool.weight": ONES,
-    },
+    "biases and scales": {"fc.weight": KERNEL, "fc.bias": ZEROS, "ln.beta": ONES, "gamma": ZEROS},
+    "heads": {"mean.weight": KERNEL, "var/kernel": KERNEL, "mean": ONES, "avg_pool.weight": ONES},
     "layer norms": nameless(KERNEL, ZEROS, ONES, ZEROS, ONES, ZEROS, KERNEL),
     "layer scale": nameless(KERNEL, ZEROS, ONES / 9, ONES, ZEROS, KERNEL),
     "scikit-learn": {"coef": KERNEL, "intercept": ZEROS},
@@ -217,17 +197,6 @@ def test_what_is_free_may_have_noise_and_all_may_be_clipped_without(name: str) -
     server.check_model((HELD | FREE)[name])
 
 
-@pytest.mark.parametrize("kind", ["BatchNorm1d", "InstanceNorm1d", "LayerNorm"])
-def test_layers_of_torch_are_told_by_what_they_hold(kind: str) -> None:
-    torch: Any = require("torch")
-    layer = getattr(torch.nn, kind)(4)
-    if kind == "InstanceNorm1d":
-        layer = torch.nn.InstanceNorm1d(4, track_running_stats=True)
-    held = layer.state_dict()
-    for model in (held, nameless(*held.values())):
-        assert bool(statistics_of(model)) == (kind != "LayerNorm")
-
-
 def test_noise_ends_if_no_reply_of_the_first_round_can_be_used() -> None:
     server, model = UpdateServer(AdaptiveBound(noise_multiplier=1.0, **SAME)), {"w": ZEROS}
     far = Reply({"w": 9 * ONES})
@@ -245,25 +214,23 @@ def test_noise_ends_if_no_reply_of_the_first_round_can_be_used() -> None:
 def test_a_server_refuses_them_before_its_first_message() -> None:
     """One client's norm of 40 would give all others a mean of 14."""
     config = {"noise_multiplier": 1.0, "expected_clients": 3}
-    server = Optimizer(lrate=1.0, modules=[UpdateClipServer(**config), ZScoreClipServer()])
-    # What a server learnt in another life does not go out, either.
-    aux: Any = server.collect_aux_var()
+
+    def sent(**more: Any) -> Any:
+        modules = [UpdateClipServer(**more), ZScoreClipServer()]
+        return Optimizer(lrate=1.0, modules=modules).collect_aux_var()
+
+    aux = sent(**config)
     assert "zscore-clip-server sends statistics" in aux["update-clip"].stop
+    # What a server learnt in another life does not go out, either.
     assert (aux["zscore-clip-shared"].labels, aux["zscore-clip-shared"].state) == ([], {})
     client = Optimizer(lrate=1.0, modules=["update-clip-client"])
     with pytest.raises(RuntimeError, match="zscore-clip-server sends statistics"):
         client.process_aux_var({"update-clip": aux["update-clip"]})
-    assert "zscore-clip-server" in server.collect_aux_var()["update-clip"].stop  # type: ignore[attr-defined]
-    may = UpdateClipServer(**config, unnoised=["zscore-clip-server"])
-    server = Optimizer(lrate=1.0, modules=[may, ZScoreClipServer()])
-    assert set(server.collect_aux_var()) == {"update-clip", "zscore-clip-shared"}
-    # It is allowed by name.
-    may = UpdateClipServer(**config, unnoised=["other"])
-    server = Optimizer(lrate=1.0, modules=[may, ZScoreClipServer()])
-    assert "zscore-clip-server" in server.collect_aux_var()["update-clip"].stop  # type: ignore[attr-defined]
-    # Nothing is refused without noise.
-    server = Optimizer(lrate=1.0, modules=[UpdateClipServer(), ZScoreClipServer()])
-    server.collect_aux_var()
+    # It is allowed by name, and nothing is refused without noise.
+    for more, refused in ((["zscore-clip-server"], False), (["other"], True)):
+        stop = sent(**config, unnoised=more)["update-clip"].stop
+        assert ("zscore-clip-server" in stop) == refused
+    assert not sent()["update-clip"].stop
 
 
 def test_a_server_refuses_statistics_that_stand_before_its_noise() -> None:

@@ -1,7 +1,5 @@
 """Weights of `clipped-averaging`: shares by steps or by a public table, with a cap."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any
@@ -36,24 +34,7 @@ KINDS_OF_WEIGHTS: list[dict[str, Any]] = [
 ]
 SECURE = [w for w in KINDS_OF_WEIGHTS if not Shares(**w).unfit(True)]
 
-
 pytestmark = pytest.mark.usefixtures("no_round_left_open")
-
-
-def expected(weights: dict[str, Any]) -> list[float]:
-    """Return the shares of all four clients, by hand."""
-    kind, most = weights.get("weights", "equal"), weights.get("max_share")
-    if kind == "equal":
-        return [0.25] * 4
-    if kind == "steps":
-        counted = [min(n, weights.get("max_steps", n)) for n in STEPS]
-    else:
-        counted = list(kind.values())
-    if most is None:
-        return [n / sum(counted) for n in counted]
-    # Only the last client is above the cap.
-    rest = sum(counted[:3])
-    return [*((1 - most) * n / rest for n in counted[:3]), most]
 
 
 def updates(seed: int = 0) -> list[dict[str, np.ndarray]]:
@@ -75,9 +56,6 @@ def clipped(update: dict[str, np.ndarray], bound: float) -> np.ndarray:
     return np.asarray(whole * min(1.0, bound / float(np.linalg.norm(whole))))
 
 
-# -- the shares ---------------------------------------------------------------------------------
-
-
 def test_shares_are_in_proportion_below_the_cap_and_never_above_it() -> None:
     rng = np.random.default_rng(1)
     for _ in range(300):
@@ -94,6 +72,12 @@ def test_shares_are_in_proportion_below_the_cap_and_never_above_it() -> None:
             # Whoever is at the cap has no smaller weight.
             assert all(w >= weight for s, w in zip(shares, weights, strict=True) if s == most)
         assert [s == 0 for s in shares] == [w == 0 for w in weights]
+    assert shares_of([]) == []
+    assert shares_of([0.0, 0.0], 0.5) == [0.0, 0.0]
+    # At the ends of float64.
+    assert shares_of([1.7e308] * 4) == [0.25] * 4
+    assert shares_of([5e-324, 5e-324]) == [0.5, 0.5]
+    assert shares_of([1e308, 1e-308]) == [1.0, 0.0]
 
 
 ARC: dict[str, Any] = {"combine": "arc", "n_hostile": 1}
@@ -131,9 +115,6 @@ def test_parameters(config: dict[str, Any], error: type[Exception], text: str) -
         averaging(**config)
 
 
-# -- rounds in cleartext ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("weights", KINDS_OF_WEIGHTS)
 def test_an_average_and_a_bound_by_hand(weights: dict[str, Any]) -> None:
     """What the plug-ins give, too: see `test_update_core`. Votes count alike in all of them."""
@@ -147,8 +128,15 @@ def test_an_average_and_a_bound_by_hand(weights: dict[str, Any]) -> None:
         ]
         return server.close(replies, like=updates()[0])
 
+    kind, most = weights.get("weights", "equal"), weights.get("max_share")
+    steps = [min(n, weights.get("max_steps", n)) for n in STEPS]
+    counted = {"equal": [1] * 4, "steps": steps}.get(str(kind), [*TABLE.values()])
+    shares = [n / sum(counted) for n in counted]
+    if most is not None:
+        # Only the last client is above the cap.
+        shares = [*((1 - most) * n / sum(counted[:3]) for n in counted[:3]), most]
     found, rows = closed(weights), [clipped(update, 0.5) for update in updates()]
-    right = sum(s * row for s, row in zip(expected(weights), rows, strict=True))
+    right = sum(s * row for s, row in zip(shares, rows, strict=True))
     np.testing.assert_allclose(flat(found.average), right, atol=1e-6)
     assert found.record["next_bound"] == closed({}).record["next_bound"]
 
@@ -156,7 +144,7 @@ def test_an_average_and_a_bound_by_hand(weights: dict[str, Any]) -> None:
 def test_clients_send_their_steps_only_if_these_are_the_weights() -> None:
     update = NumpyVector({"w": np.ones(1)})
     for weights, told in (("equal", None), (TABLE, None), ("steps", 7)):
-        opened = UpdateServer(AdaptiveBound(1.0), shares=Shares(weights)).open()  # type: ignore[arg-type]
+        opened = UpdateServer(AdaptiveBound(1.0), shares=Shares(weights)).open()
         assert UpdateClient().clip({"w": np.ones(1)}, opened, steps=7).steps == told
         shared = averaging(weights=weights).prepare_for_sharing(updates=update, n_steps=7)
         assert shared.weights == (told or 1)
@@ -174,47 +162,30 @@ def test_an_average_of_many_long_updates(dtype: str) -> None:
     np.testing.assert_allclose(found["b"], right[0, :1], rtol=0, atol=1e-14)
 
 
-# -- hostile clients ----------------------------------------------------------------------------
-
 CLAIMS = [10**9, 2**63 - 1, math.nan, math.inf, 0, -1, -(10**9), True, None, "9", 3.0]
 
 
 @pytest.mark.parametrize("claim", CLAIMS, ids=repr)
 @pytest.mark.parametrize("weights", [w for w in KINDS_OF_WEIGHTS if w.get("weights") == "steps"])
-def test_no_claim_moves_the_average_by_more_than_its_share(
-    weights: dict[str, Any], claim: Any
-) -> None:
+def test_no_claim_moves_the_average_by_more_than_its_share(weights: Any, claim: Any) -> None:
     """Against what the average is of the others alone, and of zeros in its place."""
     aggregator = averaging(**weights)
     rows = [NumpyVector({"w": np.array(row)}) for row in ([1.0, 0.0], [0.8, 0.0], [0.0, -9.0])]
-    shared: list[Any] = [
-        ClippedUpdates.from_dict(
-            {
-                **aggregator.prepare_for_sharing(updates=row, n_steps=10).to_dict(),
-                "weights": claim if i == 2 else 10,
-            }
-        )
-        for i, row in enumerate(rows)
-    ]
+    fields = [aggregator.prepare_for_sharing(updates=row, n_steps=10).to_dict() for row in rows]
+    fields[2]["weights"] = claim
+    shared: list[Any] = [ClippedUpdates.from_dict(field) for field in fields]
     moved = aggregator.finalize_updates(sum(shared)).coefs["w"]
     counted = claim if type(claim) is int and claim > 0 else 0
     share = Shares(**weights).of([Reply({}, steps=n) for n in (10, 10, counted)])[2].factor
     assert abs(moved[1]) == pytest.approx(share, abs=1e-5)
     # The honest ones have what is left, or more of it if nothing is left over.
     assert norm(NumpyVector({"w": moved})) <= 1.0
-    most = weights.get("max_share") or counted_share(weights, counted)
-    assert share <= most + 1e-12
-
-
-def counted_share(weights: dict[str, Any], claim: int) -> float:
-    claim = min(claim, weights.get("max_steps", claim))
-    return claim / (claim + 20)
+    most = min(counted, weights.get("max_steps", counted))
+    assert share <= (weights.get("max_share") or most / (most + 20)) + 1e-12
 
 
 @pytest.mark.parametrize("sender", ["eve", "", "a"])
-def test_another_name_than_its_own_gives_no_share(
-    sender: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_another_name_than_its_own_gives_no_share(sender: str, caplog: Any) -> None:
     """A share goes by the name that the engine sets; a second reply of a name has none."""
     server = UpdateServer(AdaptiveBound(1.0), shares=Shares({"a": 3.0, "b": 1.0}))
     opened, model = server.open(), {"w": np.zeros(2)}
@@ -228,34 +199,28 @@ def test_another_name_than_its_own_gives_no_share(
     assert [bool(fault) for fault in closed.faults] == [False, False, True]
 
 
-# -- secure sums --------------------------------------------------------------------------------
-
-
-def both(weights: dict[str, Any], kind: str, names: list[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the averages of the same updates in cleartext and under secure aggregation."""
-    server, replies = averaging(**weights), {}
-    for name in names:
-        i = NAMES.index(name)
-        client: Any = Aggregator.from_config(server.addressed(name).get_config())
-        update = NumpyVector({k: array.astype("f8") for k, array in updates()[i].items()})
-        shared = client.prepare_for_sharing(updates=update, n_steps=STEPS[i])
-        replies[name] = TrainReply(updates=shared, aux_var={}, n_epoch=1, n_steps=1, t_spent=0.0)
-    total: Any = sent_through(kind, list(replies.values()))
-    clear = {name: sent(reply) for name, reply in replies.items()}
-    note_senders(clear)
-    plain = server.finalize_updates(sum(reply.updates for reply in clear.values()))
-    sampler = NamedClients()
-    sampler.init_clients(set(NAMES))
-    model = SklearnSGDModel.from_parameters(kind="regressor")
-    sampler.update(dict.fromkeys(names, total), model)
-    return flat(plain.coefs), flat(server.finalize_updates(total.updates).coefs)
-
-
 @pytest.mark.parametrize("weights", SECURE)
 @pytest.mark.parametrize("kind", KINDS)
 def test_secure_sums_equal_cleartext(kind: str, weights: dict[str, Any]) -> None:
+    """Of all clients, and of all but the first."""
+    server = averaging(**weights)
+    model = SklearnSGDModel.from_parameters(kind="regressor")
     for names in (NAMES, NAMES[1:]):
-        plain, secure = both(weights, kind, names)
+        replies = {}
+        for name in names:
+            i = NAMES.index(name)
+            client: Any = Aggregator.from_config(server.addressed(name).get_config())
+            update = NumpyVector({k: array.astype("f8") for k, array in updates()[i].items()})
+            shared = client.prepare_for_sharing(updates=update, n_steps=STEPS[i])
+            replies[name] = TrainReply(1, STEPS[i], 0.0, updates=shared, aux_var={})
+        total: Any = sent_through(kind, list(replies.values()))
+        clear = {name: sent(reply) for name, reply in replies.items()}
+        note_senders(clear)
+        plain = flat(server.finalize_updates(sum(reply.updates for reply in clear.values())).coefs)
+        sampler = NamedClients()
+        sampler.init_clients(set(NAMES))
+        sampler.update(dict.fromkeys(names, total), model)
+        secure = flat(server.finalize_updates(total.updates).coefs)
         if "max_share" in weights and names != NAMES:
             # The cap is that of the whole table: nobody has more, and the step is shorter.
             assert np.linalg.norm(secure) < np.linalg.norm(plain)
@@ -283,17 +248,7 @@ def test_a_sum_of_steps_that_can_not_be_is_refused(steps: Any) -> None:
     assert "there are 200 at most" in share.fault
 
 
-# -- refusals -----------------------------------------------------------------------------------
-
 NOISE: dict[str, Any] = {"start_norm": 1.0, "noise_multiplier": 1.0, "expected_clients": 2}
-
-
-def test_shares_at_the_ends_of_float64() -> None:
-    assert shares_of([]) == []
-    assert shares_of([0.0, 0.0], 0.5) == [0.0, 0.0]
-    assert shares_of([1.7e308] * 4) == [0.25] * 4
-    assert shares_of([5e-324, 5e-324]) == [0.5, 0.5]
-    assert shares_of([1e308, 1e-308]) == [1.0, 0.0]
 
 
 def test_a_table_needs_to_know_who_is_in_a_sum_and_who_sends_what() -> None:
