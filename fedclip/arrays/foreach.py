@@ -33,14 +33,15 @@ def _reflected(function: Call) -> Call:
 class Foreach:
     """Tensors of one dtype and device, as one; `numbers`, if they are, as one tensor."""
 
-    requires_grad = False
-
     def __init__(
         self, tensors: Sequence[torch.Tensor] | None, numbers: torch.Tensor | None = None
     ) -> None:
         if tensors is not None and not any(t.dim() for t in tensors):
             numbers = torch.stack(list(tensors))
         self._tensors, self.numbers = tensors, numbers
+        first: Any = numbers if tensors is None else tensors[0]
+        self.dtype: torch.dtype = first.dtype
+        self.device: torch.device = first.device
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -48,16 +49,6 @@ class Foreach:
         if self._tensors is None:
             self._tensors = torch.unbind(self.numbers)  # type: ignore[arg-type]
         return list(self._tensors)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Their dtype."""
-        return self.tensors[0].dtype if self.numbers is None else self.numbers.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Their device."""
-        return self.tensors[0].device if self.numbers is None else self.numbers.device
 
     @property
     def shape(self) -> tuple[torch.Size, ...]:
@@ -105,11 +96,8 @@ class Foreach:
 
 
 def _clamp(x: list[torch.Tensor], min: Any = None, max: Any = None) -> Sequence[torch.Tensor]:
-    result: Any = x
-    if min is not None:
-        result = torch._foreach_clamp_min(result, min)
-    result = result if max is None else torch._foreach_clamp_max(result, max)
-    return list(result)
+    low: Any = x if min is None else torch._foreach_clamp_min(x, min)
+    return list(low if max is None else torch._foreach_clamp_max(low, max))
 
 
 _SINGLE: Any = (torch.abs, torch.neg, torch.add, torch.sub, torch.mul, torch.div, torch.pow)

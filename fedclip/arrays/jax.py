@@ -191,16 +191,13 @@ class JaxBackend(Backend):
     # -- measures of gradients ----------------------------------------------------------------
     def group_norms(self, arrays: Arrays, members: Sequence[Sequence[int]]) -> Array:
         widest = _widest()
-        with float64(True):
-            return self._group_norms(arrays, members).astype(widest)
-
-    def _group_norms(self, arrays: Arrays, members: Sequence[Sequence[int]]) -> Array:
-        squares = [_sum_of_squares(_wide(a)) for a in arrays]
-        sums = self._group_sums(squares, arrays, members)
-        # Measure again, relative to the maximum, if a sum has overflowed or underflowed.
-        in_range = jnp.all((sums >= base.UNDERFLOW) & (sums < jnp.inf))
         scaled = partial(self._scaled_norms, arrays, members)
-        return jax.lax.cond(in_range, lambda: _sqrt(sums), scaled)
+        with float64(True):
+            squares = [_sum_of_squares(_wide(a)) for a in arrays]
+            sums = self._group_sums(squares, arrays, members)
+            # Measure again, relative to the maximum, if a sum has overflowed or underflowed.
+            in_range = jnp.all((sums >= base.UNDERFLOW) & (sums < jnp.inf))
+            return jax.lax.cond(in_range, lambda: _sqrt(sums), scaled).astype(widest)
 
     def _scaled_norms(self, arrays: Arrays, members: Sequence[Sequence[int]]) -> Array:
         peaks = [*map(self._peak, arrays)]

@@ -248,13 +248,10 @@ class NumpyBackend(Backend):
             if output is not None:
                 output[piece] = blocks.encode(result.reshape(-1), array.dtype, towards_zero=True)
         shaped = [x.reshape(array.shape) if np.ndim(x) else x for x in others]
-        if output is None:
-            return array, *shaped
-        if not self.in_place:
-            return output.reshape(array.shape), *shaped
-        if not np.may_share_memory(output, array):
-            array[...] = output.reshape(array.shape)
-        return array, *shaped
+        result = array if output is None else output.reshape(array.shape)
+        if self.in_place and not np.may_share_memory(result, array):
+            array[...] = result
+        return array if self.in_place else result, *shaped
 
     def keep_if(self, condition: Array, arrays: Arrays) -> Arrays:
         if condition:

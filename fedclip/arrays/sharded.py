@@ -65,18 +65,15 @@ def _like(local: Any, array: Array) -> Array:
         return local
     if local is array.to_local():
         return array
-    mesh, layout, shape = array.device_mesh, array.placements, array.shape
-    return DTensor.from_local(
-        local, mesh, layout, run_check=False, shape=shape, stride=array.stride()
-    )
+    whole: Any = {"run_check": False, "shape": array.shape, "stride": array.stride()}
+    return DTensor.from_local(local, array.device_mesh, array.placements, **whole)
 
 
 def _own(values: Any, array: Array) -> Any:
     """Return this process's part of whole values that broadcast against an array."""
     if isinstance(array, DTensor) and values.dim():
-        shape, offset = compute_local_shape_and_global_offset(
-            array.shape, array.device_mesh, array.placements
-        )
+        layout = array.shape, array.device_mesh, array.placements
+        shape, offset = compute_local_shape_and_global_offset(*layout)
         for d, (start, length) in enumerate(zip(offset, shape, strict=True)):
             if values.shape[d] != 1:
                 values = values[(slice(None),) * d + (slice(start, start + length),)]
@@ -124,16 +121,14 @@ class ShardedBackend(TorchBackend):
         """Return whole arrays by one all-reduce, in which each process gives what it holds."""
         parts = [self.values(_local(t)) for t in arrays]
         wide = torch.float64 if any(t.dtype == torch.float64 for t in arrays) else torch.float32
-        sizes = [math.prod(t.shape) for t in arrays]
-        joined = torch.full((sum(sizes),), -math.inf, dtype=wide, device=parts[0].device)
-        fulls = [w.view(t.shape) for w, t in zip(torch.split(joined, sizes), arrays, strict=True)]
-        for full, part, array in zip(fulls, parts, arrays, strict=True):
+        shapes = [tuple(t.shape) for t in arrays]
+        size = sum(map(math.prod, shapes))
+        joined = torch.full((size,), -math.inf, dtype=wide, device=parts[0].device)
+        for full, part, array in zip(self.pieces(joined, shapes), parts, arrays, strict=True):
             if part.numel():
                 # NaN, and -infinity, in one of several copies count on all processes.
                 _own(full, array).copy_(torch.where(part.isfinite(), part, math.inf))
-        joined = self._reduced(joined, arrays, "max")
-        fulls = [w.view(t.shape) for w, t in zip(torch.split(joined, sizes), arrays, strict=True)]
-        pairs = zip(fulls, arrays, strict=True)
+        pairs = zip(self.pieces(self._reduced(joined, arrays, "max"), shapes), arrays, strict=True)
         return [super(ShardedBackend, self).to_host(full.to(t.dtype)) for full, t in pairs]
 
     def from_host(self, values: Sequence[HostView], likes: Arrays) -> Arrays:
@@ -154,14 +149,12 @@ class ShardedBackend(TorchBackend):
         if op == "max":
             # The maximum of some communication libraries loses NaN, so infinity stands for it.
             values = torch.where(torch.isnan(values), math.inf, values)
-        moved_values = values
-        if values.device.type != mesh.device_type:
-            moved_values = values.to(mesh.device_type)
-        groups: Sequence[Any] = [dist.group.WORLD]
-        if mesh.size() < dist.get_world_size():
-            # A sum over each dimension in turn is one over all.
-            groups = [mesh.get_group(d) for d in range(mesh.ndim)]
-        for group in groups:
+        is_there = values.device.type == mesh.device_type
+        moved_values = values if is_there else values.to(mesh.device_type)
+        # A sum over each dimension in turn is one over all.
+        world: Any = dist.group.WORLD
+        is_part = mesh.size() < dist.get_world_size()
+        for group in mesh.get_all_groups() if is_part else [world]:
             # The form that DTensors use, that compiled code can follow and that torch counts.
             reduced = functional.all_reduce(moved_values, op, group)
             moved_values = functional.wait_tensor(reduced)  # type: ignore[no-untyped-call]

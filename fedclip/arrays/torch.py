@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -28,11 +27,6 @@ _VIEWED = {torch.uint16, *_NAMES}
 _MOST = {True: 1 << 17, False: 1 << 24}
 _numpy = torch.Tensor.numpy
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _is_batched(tensor: torch.Tensor) -> bool:
-    # A private name: torch has no public one.
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def recorded(tensors: Iterable[torch.Tensor]) -> bool:
@@ -59,7 +53,9 @@ class TorchBackend(Backend):
 
     # -- arrays -------------------------------------------------------------------------------
     def traced(self, array: Array) -> bool:
-        return _is_batched(array) or (array.requires_grad and torch.is_grad_enabled())
+        # A private name: torch has no public one.
+        is_batched = bool(torch._C._functorch.is_functorch_wrapped_tensor(array))
+        return is_batched or (array.requires_grad and torch.is_grad_enabled())
 
     def dtype(self, array: Array) -> str:
         return _NAMES.get(array.dtype) or str(array.dtype).removeprefix("torch.")
@@ -68,8 +64,6 @@ class TorchBackend(Backend):
         return self.values(array).numel()
 
     def prepared(self, arrays: Arrays) -> Arrays:
-        if {t.layout for t in arrays} <= {torch.strided}:
-            return arrays
         return [t.coalesce() if t.layout is torch.sparse_coo else t for t in arrays]
 
     def dense(self, array: Array) -> Array:
@@ -205,7 +199,7 @@ class TorchBackend(Backend):
         return x.to(_widest(x.device) if kind == torch.float64 else kind)
 
     def constant(self, x: Array) -> Array:
-        return x.detach() if x.requires_grad else x
+        return x.detach()
 
     def group_max(self, values: Array, owners: Owners, groups: int) -> Array:
         if groups == 1:
@@ -332,21 +326,17 @@ class TorchBackend(Backend):
 
     def _multiplied(self, tensors: Arrays, factors: Any) -> Arrays:
         """Return products of tensors of one dtype and device, with one factor or one for each."""
-        half = tensors[0].dtype == torch.float16
+        times: Call = self._half if tensors[0].dtype == torch.float16 else torch.mul
         is_one = isinstance(factors, torch.Tensor)
         if not self._foreach(tensors):
             pairs = zip(tensors, repeat(factors) if is_one else factors, strict=False)
-            products: Arrays = [self._product(t, k, half) for t, k in pairs]
-        elif half:
-            products = self._half(Foreach(tensors), factors if is_one else Foreach(factors)).tensors
-        else:
+            values = [times(self.values(t), k).to(t.dtype) for t, k in pairs]
+            products: Arrays = [*map(self.restored, values, tensors)]
+        elif times is torch.mul:
             products = self._times(list(tensors), factors)
+        else:
+            products = self._half(Foreach(tensors), factors if is_one else Foreach(factors)).tensors
         return self._stored(products, tensors)
-
-    def _product(self, tensor: torch.Tensor, factor: torch.Tensor, half: bool) -> Array:
-        values = self.values(tensor)
-        product = self._half(values, factor) if half else torch.mul(values, factor)
-        return self.restored(product.to(tensor.dtype), tensor)
 
     def _half(self, values: Any, factor: Any) -> Any:
         """Return products of half precision in float32; of a tensor, or of many."""
@@ -356,13 +346,11 @@ class TorchBackend(Backend):
 
     def _stored(self, values: Arrays, likes: Arrays) -> Arrays:
         """Return values rounded to the dtype of the tensors that they are the outputs for."""
-        # What has no dimensions may have been given one, or the dtype of a factor.
-        values = [v if x.dim() else v.reshape(()) for v, x in zip(values, likes, strict=True)]
         if not self._foreach(likes) or values[0].dtype == likes[0].dtype:
             return [v.to(x.dtype) for v, x in zip(values, likes, strict=True)]
         # A copy is the cast that torch has for many.
         outputs = torch._foreach_mul(list(likes), 1.0)
-        torch._foreach_copy_(outputs, values)
+        torch._foreach_copy_(outputs, [*values])
         return list(outputs)
 
     def mapped(
@@ -387,7 +375,7 @@ class TorchBackend(Backend):
                 parts = _each(x)
                 if not parts[0].dim():
                     numbers.add(j)
-                elif j:
+                else:
                     pairs = zip(parts, some, strict=True)
                     parts = [p if v.dim() else p.reshape(()) for p, v in pairs]
                 _put(results[j], places, parts if j else self._narrowed(parts, some))
@@ -401,21 +389,19 @@ class TorchBackend(Backend):
     def _narrowed(self, values: Arrays, likes: Arrays) -> Arrays:
         """Return values in the dtype of these tensors: half precision rounded towards zero."""
         dtype = likes[0].dtype
-        if values[0].dtype == dtype:
-            return self._stored(values, likes)
-        top = LARGEST[_NAMES[dtype]]
-        bundles: Any = [Foreach(values)] if self._foreach(values) else values
-        bounded = [v for x in bundles for v in _each(torch.clamp(x, -top, top))]
-        if dtype.itemsize == 2:
-            bounded = [_towards_zero(v, dtype) for v in bounded]
-        return self._stored(bounded, likes)
+        if values[0].dtype != dtype:
+            top = LARGEST[_NAMES[dtype]]
+            bundles: Any = [Foreach(values)] if self._foreach(values) else values
+            values = [v for x in bundles for v in _each(torch.clamp(x, -top, top))]
+            if dtype.itemsize == 2:
+                values = [_towards_zero(v, dtype) for v in values]
+        return self._stored(values, likes)
 
     def keep_if(self, condition: Any, arrays: Arrays) -> Arrays:
         if condition is False:
             return self._stored([torch.zeros_like(t) for t in arrays], arrays)
         if not self._foreach(arrays):
-            keep = partial(Backend.keep_if, self)
-            outputs = [keep(condition.to(t.device), [t])[0] for t in arrays]
+            outputs = [Backend.keep_if(self, condition.to(t.device), [t])[0] for t in arrays]
             return self._stored(outputs, arrays)
         result = list(arrays)
         for dtype in dict.fromkeys(t.dtype for t in arrays):
@@ -527,9 +513,6 @@ class TorchRecorded(TorchBackend):
         nothing = x == 0
         return torch.sqrt(x.masked_fill(nothing, 1.0)).masked_fill(nothing, 0.0)
 
-    def constant(self, x: Array) -> Array:
-        return x.detach()
-
     def _half(self, values: Any, factor: Any) -> Any:
         product = values.to(torch.float32) * factor
         return product + (super()._half(values, factor) - product).detach()
@@ -560,8 +543,5 @@ class TorchInPlace(TorchBackend):
         if not self._foreach(likes):
             return [like.copy_(value) for value, like in zip(values, likes, strict=True)]
         if values[0] is not likes[0]:
-            # What has no dimensions may have been given one, which DTensors do not copy.
-            pairs = zip(values, likes, strict=True)
-            values = [v if x.dim() else v.reshape(()) for v, x in pairs]
-            torch._foreach_copy_(list(likes), values)
+            torch._foreach_copy_([*likes], [*values])
         return likes

@@ -344,6 +344,10 @@ def by_tensor(names: Iterable[str]) -> Groups:
 
 
 # -- what uses a clipper -------------------------------------------------------------------------
+NOTHING = None, (), None
+"""The `Use.selection` before a first call."""
+
+
 class Use:
     """The use of a clipper in this process; copies and states of the clipper leave it out."""
 
@@ -351,8 +355,8 @@ class Use:
         self.holder: Callable[[], object] = lambda: None
         self.place = ""
         self.members = Members()
-        # The parameters that were checked at the last call of `clip_`.
-        self.selection: Any = None
+        # Of the last call of `clip_`: what it was given, the names, and the axes of outputs.
+        self.selection: Any = NOTHING
         # Of TensorFlow: its compiled form, and the axes of the outputs of layers.
         self.compiled: Any = None
         self.outputs: dict[str, tuple[int, ...]] = {}
@@ -385,7 +389,7 @@ def hold(clipper: Clipper | AGC, holder: object, place: str) -> None:
     """
     check_free(clipper)
     use = use_of(clipper)
-    use.holder, use.place, use.selection = weakref.ref(holder), place, None
+    use.holder, use.place, use.selection = weakref.ref(holder), place, NOTHING
 
 
 def release(clipper: Clipper | AGC, holder: object) -> None:

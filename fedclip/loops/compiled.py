@@ -92,14 +92,14 @@ def kind_of(clipper: Clipper | AGC, groups: Groups) -> Kind:
 def check_state(state: object, groups: int, kind: Kind | None, name: str) -> None:
     """Raise a TypeError if this is not a state of the clipper of this name, in compiled code.
 
-    A state of another number of groups raises a ValueError. Without a kind, any state passes.
+    A state of another number of groups raises a ValueError. Without a kind, only that is checked.
     """
     if not isinstance(state, ClipState):
         raise TypeError(f"update needs the ClipState that init returned, got {state!r:.80}")
-    if kind is None:
-        return
     if (count := math.prod(state.norm.shape)) != groups:
         raise ValueError(f"the state is of {count} groups but gradients have {groups}: call init")
+    if kind is None:
+        return
     numbers, arrays = parts(state.statistics)
     fields = {field for of_tensor in arrays.values() for field in of_tensor}
     if kind != (type(numbers), tuple(math.prod(column.shape) for column in numbers), fields):
@@ -274,10 +274,9 @@ class HeldClipper:
             return gradients
         self._members.check(self.clipper, weights, clippers.by_tensor(weights), fixed=True)
         if unknown := [label for label in groups.labels if label not in labels]:
-            raise ValueError(
-                f"{self.clipper.name} was compiled for the groups {list(labels)}, but the "
-                f"gradients also have {unknown}: give all variables at the first step"
-            )
+            compiled_for = f"{self.clipper.name} was compiled for the groups {list(labels)}"
+            got = f"the gradients also have {unknown}"
+            raise ValueError(f"{compiled_for}, but {got}: give all variables at the first step")
         places = [labels.index(label) for label in groups.labels]
         complete, before = groups.labels == labels, [*map(ops.read, self.statistics)]
         known = before if complete else [ops.take(column, places, axis=-1) for column in before]

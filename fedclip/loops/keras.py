@@ -115,10 +115,8 @@ class _Hook:
     def apply(self, gradients: Sequence[Array], variables: Sequence[Variable]) -> None:
         """Note the variables, then step."""
         if any(self.stepping._var_key(v) not in self._names for v in variables):
-            raise ValueError(
-                f"{self.stepping.name!r} is inside of a ClippedOptimizer that was not built for "
-                "these variables: call its apply first"
-            )
+            why = "is inside of a ClippedOptimizer that was not built for these variables"
+            raise ValueError(f"{self.stepping.name!r} {why}: call its apply first")
         self._now.variables, self._now.clipped = variables, False
         with self._undoing(variables) if skips(self.held.clipper) else nullcontext():
             self._apply(gradients, variables)

@@ -76,10 +76,8 @@ class ClipCallback(TrainerCallback, ExportableState):
             raise NotImplementedError("DeepSpeed shows no whole gradients: use gradient_clipping")
         others = [c for c in _TRAINING if c._training is state and c.clipper is not clipper]
         if any(configuration(other.clipper) == configuration(clipper) for other in others):
-            raise ValueError(
-                f"two ClipCallbacks have the same {clipper.name}, and would swap their statistics "
-                "in a checkpoint: give one, or clippers that differ"
-            )
+            why = "would swap their statistics in a checkpoint: give one, or clippers that differ"
+            raise ValueError(f"two ClipCallbacks have the same {clipper.name}, and {why}")
         # A training that failed did not call on_train_end.
         failed = self._training is not None
         clippers.release(clipper, self)

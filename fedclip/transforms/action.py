@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fedclip.arrays import HALF_UNIT, LARGEST, Arithmetic, Array, Arrays, Backend
 from fedclip.core.parameters import LEAST
@@ -62,26 +62,22 @@ class Decision(NamedTuple):
         """
         k = self.target / xp.where(self.is_scaled, self.base, 1.0)
         k = xp.sqrt(k) if squared else k
-        far = 1022 if dtype == "float64" else 126
+        wide, far = ("float64", 1022) if dtype == "float64" else ("float32", 126)
         if peaks is not None:
             # No factor may leave the range of float32 either, in which products are made.
             k = xp.minimum(k, LARGEST[dtype] / xp.maximum(peaks, LARGEST[dtype] * 2.0**-far))
         k = k * (1.0 - MARGIN[dtype])
         k = xp.where((self.target < LEAST) | (k < 2.0**-far), 0.0, k)
-        wide = "float64" if dtype == "float64" else "float32"
         return xp.cast(xp.where(self.is_scaled, k, 1.0), wide)
 
-    def by_tensor(
-        self, dtypes: Sequence[str], owners: Sequence[int], squared: bool, xp: Backend, peaks: Array
-    ) -> Arrays:
-        """Return for each tensor the factor of its group; `owners` holds the groups."""
+    def factors_of(
+        self, dtypes: Sequence[str], shapes: Sequence[Any], squared: bool, xp: Backend, peaks: Array
+    ) -> dict[str, Arrays]:
+        """Return for each of these dtypes the factors of all, in pieces of some shapes."""
         columns: dict[str, Arrays] = {}
         for dtype in dict.fromkeys(dtypes):
-            k = self.factors(dtype, squared, xp, peaks)
-            columns[dtype] = xp.pieces(k, [()] * k.shape[0])
-        if len(columns) == 1:
-            return [*map(columns[dtypes[0]].__getitem__, owners)]
-        return [columns[dtype][g] for dtype, g in zip(dtypes, owners, strict=True)]
+            columns[dtype] = xp.pieces(self.factors(dtype, squared, xp, peaks), shapes)
+        return columns
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextvars import Context
 from functools import cached_property
 from operator import attrgetter, is_not
@@ -150,7 +150,7 @@ class Gradient:
         xp = self.xp
         total = sum(norms.tolist()) if self.on_host else xp.sum(norms)
         if self.excluded and not self.on_host:
-            total = total + xp.sum(_excluded_norm(self.excluded, xp))
+            total = total + xp.sum(_excluded_norm(self.excluded.values(), xp))
         # NaN is not below anything.
         self._norms, self.is_finite = norms, total < math.inf
         if not self.waits:
@@ -276,8 +276,8 @@ def _prepared(inputs: Arrays, transform: Transform, backend: Backend) -> Arrays:
 
 def _fetched(array: Array, backend: Backend) -> Array:
     """Return a copy, in host memory, of what a view would show."""
-    values = bits(backend.to_host(array))
-    return encode(values, np.dtype(np.uint16)) if backend.dtype(array) == "bfloat16" else values
+    values, is_bfloat = bits(backend.to_host(array)), backend.dtype(array) == "bfloat16"
+    return encode(decode(values), np.dtype(np.uint16)) if is_bfloat else values
 
 
 def _floats_among(arrays: Mapping[str, Array], names: frozenset[str]) -> dict[str, Array]:
@@ -367,9 +367,7 @@ def _finish_unseen(
     sparse arrays, and what was clipped in place, stay clipped.
     """
     xp, finite = gradient.xp, gradient.is_finite
-    after = outcome.state
-    if after:
-        after = type(after)(*xp.choose([finite] * len(state), after, state))
+    after = type(state)(*xp.choose([finite] * len(state), outcome.state, state))
     # Records know by the norm that a step was not finite. No norm of 0 is over a limit.
     norms, clipped = gradient._norms, outcome.clipped
     if moves_others:
@@ -410,12 +408,11 @@ def _is_finite(array: Array, backend: Backend) -> bool:
     return bool(np.isfinite(decode(bits(backend.to_host(array)))).all())
 
 
-def _excluded_norm(excluded: Mapping[str, Array], xp: Backend) -> Array:
+def _excluded_norm(arrays: Iterable[Array], xp: Backend) -> Array:
     """Return one norm that is finite if excluded tensors are; of any dtype that can be NaN."""
     # Of another dtype, only whether it is finite.
-    usual = [a for a in excluded.values() if xp.dtype(a) in DTYPES]
-    others = [a for a in excluded.values() if xp.dtype(a) not in DTYPES]
-    real = usual + [xp.where(xp.isfinite(a), 0.0, math.nan) for a in others]
+    usual = [(a, xp.dtype(a) in DTYPES) for a in arrays]
+    real = [a if is_usual else xp.where(xp.isfinite(a), 0.0, math.nan) for a, is_usual in usual]
     return xp.group_norms(xp.prepared(real), [range(len(real))])
 
 
@@ -511,15 +508,10 @@ def clip_on_device(
 ) -> tuple[dict[str, Array], Outcome]:
     """Return the clipped arrays by name, in the framework's own operations, and the outcome.
 
-    If the gradient is not finite and the policy is "skip", excluded tensors become zero too. A
-    state of another number of groups raises a ValueError: frameworks would repeat it.
+    If the gradient is not finite and the policy is "skip", excluded tensors become zero too. The
+    state has to be of as many groups: frameworks would repeat another.
     """
-    cached: Statistics = {}
-    if transform.array_fields:
-        state, cached = state
-    if state and tuple(state[0].shape)[-1:] not in ((), (len(groups),)):
-        got = f"{state[0].shape[-1]} groups of tensors, and this gradient has {len(groups)}"
-        raise ValueError(f"the state is of {got}: give the tensors that it was made for")
+    state, cached = state if transform.array_fields else (state, {})
     native = _prepared([arrays[name] for name in groups.names], transform, backend)
     excluded = _floats_among(arrays, groups.excluded) if groups.excluded else {}
     gradient = _native(groups, backend, native, native, excluded)

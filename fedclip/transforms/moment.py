@@ -16,7 +16,7 @@ from fedclip.arrays import LARGEST, Array, Arrays, Backend, with_others
 from fedclip.core.measures import sizes_of, spread_of, total
 from fedclip.rules import FIXED, Basis, State
 from fedclip.transforms.base import Gradient, Outcome, Transform
-from fedclip.transforms.slice import spanned
+from fedclip.transforms.slice import has_slices, spanned
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,9 @@ class Centralizing(Transform):
             means = total(lambda x, n: x / n, arrays, [xp.asarray(sizes, like=peaks)], groups, xp)
             centres: Arrays = xp.take(means, groups.owners)
         else:
-            axes = [self._axes(tuple(array.shape)) for array in arrays]
-            places = [i for i in places if axes[i]]
+            shapes = [tuple(array.shape) for array in arrays]
+            axes = [spanned(len(shape), self.dims, self.inverse_dims) for shape in shapes]
+            places = [i for i in places if has_slices(shapes[i], axes[i], self.min_size)]
             centres = [_mean(arrays[i], axes[i], xp) for i in places]
         outputs, norms = [*arrays], 0.0 * peaks
 
@@ -58,13 +59,6 @@ class Centralizing(Transform):
             largest = xp.group_max(largest, [groups.owners[i] for i in places], len(groups))
             norms = xp.maximum(largest, 0.0)
         return Outcome(outputs, state, norms, 0.0 * norms, norms > 0)
-
-    def _axes(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the dims that the slices of an array span; none if it stays unchanged."""
-        axes = spanned(len(shape), self.dims, self.inverse_dims)
-        # Lists, not generators: torch.compile can follow these.
-        is_clipped = 0 not in shape and math.prod([shape[a] for a in axes]) >= self.min_size
-        return axes if is_clipped else ()
 
 
 def _mean(array: Array, axes: tuple[int, ...], xp: Backend) -> Array:

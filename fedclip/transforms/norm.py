@@ -21,6 +21,7 @@ Guarantees, for the L2 norm with ``eps = 0``
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import getitem
 
 from fedclip.arrays import NUMPY, Array
 from fedclip.core.measures import MEANS, SQUARED, Order, measure
@@ -80,9 +81,10 @@ class NormClipping(Transform):
         factors = None
         # If the host sees that all factors are 1, it does not compute them.
         if not (self.dry or (gradient.on_host and not any(decision.is_scaled.tolist()))):
-            groups, peaks = gradient.groups, None
+            groups, dtypes, peaks = gradient.groups, gradient.plan.dtypes, None
             if self.action.scales_up:
                 peaks = xp.group_max(xp.max_abs(arrays), groups.owners, len(groups))
-            squared, dtypes = self.ord in SQUARED, gradient.plan.dtypes
-            factors = decision.by_tensor(dtypes, groups.owners, squared, xp, peaks)
+            numbers = [()] * len(groups.labels)
+            each = decision.factors_of(dtypes, numbers, self.ord in SQUARED, xp, peaks)
+            factors = [*map(getitem, map(each.__getitem__, dtypes), groups.owners)]
         return Outcome(arrays, after, norms, limits, decision.over, factors=factors)

@@ -74,8 +74,7 @@ def _recall(gradient: Gradient, name: str, array: Array) -> dict[str, Array]:
     if xp.dtype(past) != dtype:
         if dtype == "float32":
             # A wider gradient may have left numbers that are beyond it.
-            top = LARGEST[dtype]
-            past = xp.minimum(xp.maximum(past, -top), top)
+            past = xp.minimum(xp.maximum(past, -LARGEST[dtype]), LARGEST[dtype])
         past = xp.cast(past, dtype)
     # What is added to zeros of the array is split over devices as the array is.
     return {"past": past + _zeros(gradient, array, dtype) if moves else past, "count": count}

@@ -24,7 +24,7 @@ from fedclip.arrays import Array, Arrays, Backend, Repeated, with_others
 from fedclip.arrays.blocks import UNCERTAINTY
 from fedclip.core.measures import SQUARED, Order, slice_measures
 from fedclip.rules import FIXED, LEARNT, Basis, State
-from fedclip.transforms.action import SCALE_DOWN, Action, Decision
+from fedclip.transforms.action import SCALE_DOWN, Action
 from fedclip.transforms.base import Gradient, Outcome, Transform
 
 # Both norms and limits may be off.
@@ -62,6 +62,12 @@ def spanned(ndim: int, dims: Axes | None, inverse: bool) -> Axes:
     return tuple(sorted(set(range(ndim)) - real if inverse else real))
 
 
+def has_slices(shape: Axes, axes: Axes, min_size: int) -> bool:
+    """Return whether an array has slices that span these dimensions, of `min_size` elements."""
+    # A list, not a generator: torch.compile can follow it.
+    return bool(axes) and all(shape) and math.prod([shape[a] for a in axes]) >= min_size
+
+
 class Layout(NamedTuple):
     """Which slices arrays of some shapes have.
 
@@ -93,9 +99,7 @@ def _layout(
     for i, shape in enumerate(shapes):
         sizes = shape or (1,)
         axes = spanned(len(sizes), dims, inverse) if spans is None else spans[i]
-        # A list, not a generator: torch.compile can follow it.
-        size = math.prod([sizes[a] for a in axes])
-        if axes and size >= min_size and all(sizes):
+        if has_slices(sizes, axes, min_size):
             clipped[i] = axes
     unclipped = [i for i in range(len(shapes)) if i not in clipped]
     pairs = clipped.items()
@@ -179,7 +183,12 @@ class SliceClipping(Transform):
         decision = self.action.decide(norms, limits, xp)
         outputs = arrays
         if not (gradient.on_host and not decision.is_scaled.any()):
-            outputs = self._scaled(gradient, decision, layout)
+            kinds, squared = [gradient.plan.dtypes[i] for i in layout.spans], self.ord in SQUARED
+            peaks = self.measure(arrays, layout, xp, "inf") if self.action.scales_up else None
+            each = decision.factors_of(kinds, layout.counts, squared, xp, peaks)
+            factors = [each[dtype][j] for j, dtype in enumerate(kinds)]
+            some = xp.scale([arrays[i] for i in layout.spans], factors)
+            outputs = with_others(arrays, [*layout.spans], some)
         # Record the slice that is furthest over its limit, or nearest to it.
         ratios = norms / limits
         most = xp.group_max(ratios, owners, number)
@@ -190,17 +199,3 @@ class SliceClipping(Transform):
         usual = self.limit if isinstance(self.limit, float) else math.inf
         worst, bounds = xp.where(most < 0, 0.0, worst), xp.where(most < 0, usual, bounds)
         return Outcome(outputs, state, worst, bounds, worst + self.action.eps > bounds)
-
-    def _scaled(self, gradient: Gradient, decision: Decision, layout: Layout) -> Arrays:
-        """Return the arrays, multiplied slice by slice."""
-        arrays, xp, dtypes = gradient.arrays, gradient.xp, gradient.plan.dtypes
-        peaks = self.measure(arrays, layout, xp, "inf") if self.action.scales_up else None
-        outputs = list(arrays)
-        for dtype in sorted({dtypes[i] for i in layout.spans}):
-            # A factor for each slice, as if all arrays had this dtype.
-            flat = decision.factors(dtype, self.ord in SQUARED, xp, peaks)
-            pairs = zip(layout.spans, xp.pieces(flat, layout.counts), strict=True)
-            factors = {i: k for i, k in pairs if dtypes[i] == dtype}
-            some = xp.scale([arrays[i] for i in factors], [*factors.values()])
-            outputs = with_others(outputs, [*factors], some)
-        return outputs

@@ -90,11 +90,13 @@ class PercentileClipping(Transform):
         """Clip one gradient; the record has the largest absolute element as norm."""
         arrays, groups, xp = gradient.arrays, gradient.groups, gradient.xp
         peaks, norms = gradient.finite_peaks()
-        parts = [self._limit([arrays[i] for i in some], xp) for some in groups.members]
-        limits = xp.joined(parts)
+        limits = xp.joined([self._limit([arrays[i] for i in some], xp) for some in groups.members])
         ends = xp.take(limits, groups.owners)
         wide = xp.asarray([float(d == "float64") for d in gradient.plan.dtypes], like=peaks)
-        ends = xp.where(wide > 0, ends, _single(ends, xp))
+        # In the widest float, but rounded down to float32 numbers for narrower tensors.
+        less = ends * (1 - 2.0**-24)
+        near, below = (xp.asarray(xp.cast(x, "float32"), like=ends) for x in (ends, less))
+        ends = xp.where(wide > 0, ends, xp.where(near > ends, below, near))
         return _boxed(gradient, [-ends, ends], peaks, norms, limits, state)
 
     def _limit(self, arrays: Arrays, xp: Backend) -> Array:
@@ -115,10 +117,3 @@ class PercentileClipping(Transform):
             return first
         between = (steps - low * divisor) / divisor
         return first + between * (xp.asarray(second, like=table) - first)
-
-
-def _single(limits: Array, xp: Backend) -> Array:
-    """Return limits >= 0 rounded down to float32 numbers, in the widest float."""
-    less = limits * (1 - 2.0**-24)
-    near, below = (xp.asarray(xp.cast(x, "float32"), like=limits) for x in (limits, less))
-    return xp.where(near > limits, below, near)

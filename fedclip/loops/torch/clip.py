@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, wraps
 from operator import attrgetter, le
-from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -282,16 +282,6 @@ def named(parameters: Parameters, clipper: Clipper | AGC) -> dict[str, torch.Ten
     return dict(zip(names, (tensor for _, tensor in first.values()), strict=True))
 
 
-class _Selection(NamedTuple):
-    """The parameters of the last call: with the user's names, and those of the clipper."""
-
-    user_names: list[object] | None
-    ids: list[int]
-    names: tuple[str, ...]
-    layers: list[type] | None
-    outputs: Outputs | None
-
-
 def selected(
     source: Parameters, clipper: Clipper | AGC
 ) -> tuple[dict[str, torch.Tensor], Outputs | None]:
@@ -309,15 +299,15 @@ def selected(
     elif type(pairs) is list and pairs and isinstance(pairs[0], torch.Tensor):
         tensors = pairs
     use: Any = getattr(clipper, "use", None)
-    last: Any = None if use is None else use.selection
     ids, is_agc = [*map(id, tensors)], isinstance(clipper, AGC)
     # Of AGC the layers of the model count too.
     model = source if is_agc and isinstance(source, torch.nn.Module) else None
-    layers = None if model is None else [*map(type, model.modules())]
+    key = ids, names, None if model is None else [*map(type, model.modules())]
     # Freed tensors give their ids to others, which the clipper notes if it learns.
-    known = ids and last is not None and ids == last.ids and (is_agc or ids == use.members.last)
-    if known and names == last.user_names and layers == last.layers:
-        return dict(zip(last.names, tensors, strict=True)), last.outputs
+    if ids and use is not None and (is_agc or ids == use.members.last):
+        last, known, outputs = use.selection
+        if key == last:
+            return dict(zip(known, tensors, strict=True)), outputs
     clipper = clippers.check_clipper(clipper)
     parameters = named(source, clipper)
     clippers.check_free(clipper)
@@ -327,8 +317,7 @@ def selected(
     clippers.check_members(clipper, parameters, fixed=False, new_model=a_model)
     # One parameter may have several names.
     if len(parameters) == len(ids):
-        selection = _Selection(names, ids, tuple(parameters), layers, outputs)
-        use_of(clipper).selection = selection
+        use_of(clipper).selection = key, tuple(parameters), outputs
     return parameters, outputs
 
 
@@ -345,18 +334,6 @@ def _plain(wrapped: tuple[str, ...]) -> tuple[str, ...]:
         names = [name.replace(wrapper, "") for name in names]
     # Keep names that are different only with their prefixes.
     return tuple(names) if len(set(names)) == len(wrapped) else tuple(clippers.unique(wrapped))
-
-
-def _check_sharding(parameters: Iterable[torch.Tensor]) -> None:
-    """Raise a TypeError for pieces of flat parameters, which hide whose pieces they are."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return
-    for parameter in parameters:
-        if getattr(parameter, "_fsdp_flattened", False):
-            raise TypeError(
-                "FullyShardedDataParallel (FSDP1) gives each process a piece of the model, with "
-                "another norm: use torch.distributed.fsdp.fully_shard (FSDP2)"
-            )
 
 
 def outputs_of(
@@ -380,12 +357,15 @@ def outputs_of(
     Raises
     ------
     TypeError
-        If a parameter is a piece of a flat one, see `_check_sharding`.
+        If a parameter is a piece of a flat one, which hides whose piece it is.
     ValueError
         If the clipper asks for them, and `source` is not the model; or if one output of a layer
         is not along an axis.
     """
-    _check_sharding(parameters.values())
+    if any(getattr(p, "_fsdp_flattened", False) for p in parameters.values()):
+        why = "FullyShardedDataParallel (FSDP1) gives each process a piece of the model"
+        hint = "use torch.distributed.fsdp.fully_shard (FSDP2)"
+        raise TypeError(f"{why}, with another norm: {hint}")
     if not isinstance(clipper, AGC) or not clipper.asks_layers:
         return None
     shapes = shapes_of(parameters)

@@ -66,10 +66,8 @@ def check_unscaled(optimizer: torch.optim.Optimizer) -> None:
         # The scaler would leave its marks on a fused optimizer.
         for mark in ("grad_scale", "found_inf"):
             vars(optimizer).pop(mark, None)
-        raise RuntimeError(
-            "the gradients of a closure are still scaled by the GradScaler: call closure(), then "
-            "scaler.unscale_(optimizer) and scaler.step(optimizer)"
-        )
+        hint = "call closure(), then scaler.unscale_(optimizer) and scaler.step(optimizer)"
+        raise RuntimeError(f"the gradients of a closure are still scaled by the GradScaler: {hint}")
 
 
 # -- an optimizer that steps in backward() -------------------------------------------------------

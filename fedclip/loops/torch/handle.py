@@ -186,10 +186,8 @@ class ClipHandle:
         """Return how to make the handle again: from its optimizer, or that one's copy."""
         optimizer = self._others.optimizer()
         if optimizer is None or self not in self._others.handles:
-            raise TypeError(
-                f"the handle of {self.clipper.name} was removed and cannot be copied or pickled: "
-                "keep handle.get_state(), or the clipper"
-            )
+            why = "cannot be copied or pickled: keep handle.get_state(), or the clipper"
+            raise TypeError(f"the handle of {self.clipper.name} was removed and {why}")
         return _handle_of, (optimizer, self._others.handles.index(self))
 
     def _resolve(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -206,10 +204,9 @@ class ClipHandle:
             raise ValueError("the optimizer holds no parameter of those given: give its model")
         if nameless:
             shapes = ", ".join(str(tuple(p.shape)) for p in list(nameless.values())[:5])
-            raise ValueError(
-                f"the optimizer holds {len(nameless)} parameters without a name (of shape "
-                f"{shapes}): give attach the model that has them, or names for all"
-            )
+            hint = "give attach the model that has them, or names for all"
+            got = f"{len(nameless)} parameters without a name (of shape {shapes})"
+            raise ValueError(f"the optimizer holds {got}: {hint}")
         if self._outputs is None or isinstance(self._source, torch.nn.Module):
             self._outputs = outputs_of(self._source, chosen, self.clipper)
         self._held, self._parameters = now, chosen
@@ -371,9 +368,8 @@ def _is_dummy(optimizer: torch.optim.Optimizer) -> bool:
 
     torch.distributed.checkpoint takes such a step to make an optimizer's state.
     """
-    for group in optimizer.param_groups:
-        if float(group.get("lr", 1.0)):
-            return False
+    if any(float(group.get("lr", 1.0)) for group in optimizer.param_groups):
+        return False
     return not any(p.grad is not None and bool(p.grad.any()) for p in held(optimizer))
 
 

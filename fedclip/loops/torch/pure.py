@@ -79,9 +79,8 @@ class PureClipping:
         transform = compiled.transform_of(clipper, groups, weights, backend)
         if backend.partial and not transform.runs_on_parts:
             raise NotImplementedError(f"{clipper.name} needs whole arrays, not DTensors: use clip_")
-        clipped, step = clip_on_device(
-            transform, gradients, groups, backend, state.statistics, clipper.on_nonfinite
-        )
+        statistics, policy = state.statistics, clipper.on_nonfinite
+        clipped, step = clip_on_device(transform, gradients, groups, backend, statistics, policy)
         return clipped, compiled.after(state, step)
 
     def metrics(self, state: ClipState, gradients: Named, prefix: str = "") -> dict[str, float]:

@@ -165,10 +165,10 @@ def test_rows_of_attention_and_recurrent_layers_and_refusals() -> None:
             norms = torch.linalg.vector_norm(p.grad.flatten(1), dim=1)
             limits = 0.1 * torch.linalg.vector_norm(p.flatten(1), dim=1)
             torch.testing.assert_close(norms, limits)
-    with pytest.raises(ValueError, match=r"give the model, or set axis, such as AGC\(axis=0\)"):
+    with pytest.raises(ValueError, match=r"give the model, or an axis: AGC\(axis=0\)"):
         clip_(model.named_parameters(), AGC())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with pytest.raises(ValueError, match="give the model, or set axis"):
+    with pytest.raises(ValueError, match="give the model, or an axis"):
         attach(optimizer, AGC(), model.named_parameters())
     clip_(model.parameters(), AGC(axis=0))
     grouped = torch.nn.ConvTranspose2d(4, 6, 2, groups=2)

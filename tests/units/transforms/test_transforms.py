@@ -56,6 +56,19 @@ def test_it_stays_on_a_device_unless_it_says_otherwise() -> None:
         HalfOnHost().clip({"w": tensor})
 
 
+@pytest.mark.parametrize("framework", ["torch", "tensorflow", "jax"])
+def test_bfloat16_is_fetched_from_a_device_as_it_is(
+    framework: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs(framework)
+    vector = to_vector({"w": np.array([1.5, -2.0])}, framework, "bfloat16")
+    backend = backend_of(vector.coefs["w"])
+    # As of an array on a device.
+    monkeypatch.setattr(type(backend), "views", lambda self, arrays: [None] * len(arrays))
+    monkeypatch.setattr(type(backend), "dense_views", lambda self, arrays: None)
+    np.testing.assert_array_equal(to_numpy(HalfOnHost().run(vector))["w"], [0.75, -1.0])
+
+
 def test_gradients_of_other_forms_in_turn_are_clipped_as_the_first_are() -> None:
     rng = np.random.default_rng(0)
     shapes = [[(3,), (2000,)], [(2000,), (3,)], [(600,), (1025,)], [(), (0,)], [(30, 40), (7,)]]
