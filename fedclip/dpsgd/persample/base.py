@@ -152,6 +152,12 @@ class HostStack:
         return self._arrays
 
 
+def widened(array: Array) -> Host:
+    """Return an array on the host, in float32 if it has fewer digits."""
+    host = np.asarray(array)
+    return host.astype(np.promote_types(host.dtype, np.float32), copy=False)
+
+
 def _rows(array: Host) -> Float64:
     size = math.prod(array.shape[1:])
     return np.asarray(array.reshape(len(array), size), dtype=np.float64)
