@@ -80,7 +80,7 @@ def show(report: Report, rounds: bool | None) -> None:
     if advice := _advice(report):
         say(advice.answer)
     for run, result in results.items():
-        ends = [curve.last[0] for curve in report.curves if curve.experiment == run]
+        ends = [curve.last[0] for curve in report.only([run]).curves]
         if ends and (text := result.in_words()):
             # Without records, nothing says in which round an evaluation was.
             last = f"round {max(ends)}" if report.rows else "the last evaluation"

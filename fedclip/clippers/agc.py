@@ -190,7 +190,8 @@ class AGC(Core, Regularizer):
 
         In `traced` code the host does not read the weights. `outputs` is as in `clip`.
         """
-        usual = self.usual_outputs(backend.name)
+        # Of linear layers and convolutions. NumPy's arrays are those of scikit-learn.
+        usual = (-1,) if backend.name in ("jax", "tensorflow") else (0,)
         known = [(outputs or {}).get(name, usual) for name in groups.names]
         views: Any = None if traced else backend.dense_views(weights)
         if views is None or not {view.dtype for view in views} <= FLOATS:
@@ -252,14 +253,6 @@ class AGC(Core, Regularizer):
         """Whether its units depend on the layers of a model."""
         return self.unit == "output" and self.axis is None and self.dims is None
 
-    @staticmethod
-    def usual_outputs(framework: str) -> Axes:
-        """Return the output axis of a framework's linear layers and convolutions.
-
-        NumPy's arrays are those of scikit-learn.
-        """
-        return (-1,) if framework in ("jax", "tensorflow") else (0,)
-
     def _span(self, shape: Sequence[int], outputs: Axes) -> Axes:
         ndim = len(shape)
         if self.dims is not None:
@@ -286,10 +279,8 @@ def weights_of(weights: Mapping[str, Array] | None, groups: Groups) -> list[Arra
     missing = [name for name in groups.names if known.get(name) is None]
     if missing:
         names, known_names = (", ".join(map(repr, some)) for some in (missing, known))
-        hint = "give the weights under the names of the gradients"
-        raise ValueError(
-            f"agc has no weights for {names}; it was given {known_names or 'none'}: {hint}"
-        )
+        text = f"agc has no weights for {names}; it was given {known_names or 'none'}"
+        raise ValueError(f"{text}: give the weights under the names of the gradients")
     for name in groups.names:
         if (dtype := backend_of(known[name]).dtype(known[name])).startswith("complex"):
             hint = "agc takes norms of real weights: put the name in exclude"

@@ -88,9 +88,7 @@ class Clipper(Core, OptiModule, register=False):
     # -- declearn's interface -----------------------------------------------------------------
     def run(self, gradients: V) -> V:
         """Return the clipped gradients; the same object if nothing is clipped."""
-        coefs: Any = getattr(gradients, "coefs", None)
-        if type(coefs) is not dict:
-            coefs = self._coefs(gradients)
+        coefs = self._coefs(gradients)
         outputs = self.clip(coefs)
         make: Callable[[dict[str, Array]], V] = type(gradients)
         return gradients if outputs is coefs else make(dict(outputs))
@@ -233,15 +231,12 @@ class Clipper(Core, OptiModule, register=False):
         """
         transform = self._transform
         if not isinstance(transform, NormClipping) or transform.ord in MEANS:
-            raise TypeError(
-                f"{self.name} goes by the elements of tensors: call clip with the arrays"
-            )
+            why = f"{self.name} goes by the elements of tensors"
+            raise TypeError(f"{why}: call clip with the arrays")
         if not isinstance(norms, Mapping):
             if self.scope != "global":
-                hint = "give a dict of norms by tensor"
-                raise ValueError(
-                    f"got one norm, and scope={self.scope!r} has several groups: {hint}"
-                )
+                several = f"scope={self.scope!r} has several groups"
+                raise ValueError(f"got one norm, and {several}: give a dict of norms by tensor")
             norms = {"norm": norms}
         numbers = {name: np.array([_norm(name, norm)]) for name, norm in norms.items()}
         with self.lock:

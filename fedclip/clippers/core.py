@@ -51,33 +51,29 @@ class Core(Documented):
         self._transform = self.build()
         # Called after each step with its record, if set; not in compiled code.
         self.on_record: Callable[[StepRecord], object] | None = None
-        self._recorder = Recorder()
         # What the statistics are of, for training loops (loops/clippers.py): a fingerprint; in this
         # process, a tensor of the model, and who uses the clipper.
         self.owner: dict[str, str] | None = None
         self.model: Callable[[], object] | None = None
         self.use: Any = None
+        # What the last gradient has in common with others.
+        self._plan: Plan | None = None
+        self._on_device = self._on_client = False
+        self._memory = Memory()
+        # If several threads share a clipper, only one clips, or reads what it keeps, at a time.
+        self.lock = threading.RLock()
+        Core.reset(self)
+
+    def _install(self, statistics: Statistics) -> None:
+        """Take over statistics, to be matched with the names of the next gradient."""
         # Names, groups, and the statistics of each group; known from the first gradient on.
         self._names: tuple[str, ...] = ()
         self._groups: Groups | None = None
         self._state: Any = None
-        self._on_device = False
-        # The transform for the groups, and what the last gradient has in common with others.
+        # The transform for the groups.
         self._current: Transform | None = None
-        self._plan: Plan | None = None
         # Statistics of groups that are missing in the current gradient, by label.
-        self._absent: Statistics = {}
-        # The transform's arrays, by tensor and field, in host memory.
-        self._arrays: Statistics = {}
-        self._loaded = False
-        # What the record of the last step is made of: groups, norms, limits, clipped groups. Not
-        # the arrays: a record must not keep them alive.
-        self._last: tuple[Any, ...] | None = None
-        self._on_client = False
-        self._warned = -1
-        self._memory = Memory()
-        # If several threads share a clipper, only one clips, or reads what it keeps, at a time.
-        self.lock = threading.RLock()
+        self._absent, self._loaded = statistics, False
 
     def __getstate__(self) -> dict[str, Any]:
         """Return all attributes but the lock, for a copy or a pickle.
@@ -120,8 +116,12 @@ class Core(Documented):
         """Forget all statistics and records."""
         with self.lock:
             self._install({})
-            self._arrays, self._last, self._warned = {}, None, -1
-            self._recorder = Recorder()
+            # The transform's arrays, by tensor and field, in host memory.
+            self._arrays: Statistics = {}
+            # What the record of the last step is made of: groups, norms, limits, clipped groups.
+            # Not the arrays: a record must not keep them alive.
+            self._last: tuple[Any, ...] | None = None
+            self._recorder, self._warned = Recorder(), -1
 
     def metrics(self, prefix: str = "") -> dict[str, float]:
         """Return plain numbers for a logger: of the last step, and of the round (``round/...``).
@@ -241,8 +241,7 @@ class Core(Documented):
             norms = gradient.xp.where(is_finite, norms, math.nan)
         self._last = (labels, norms, limits, clipped)
         self._recorder.add(labels, norms, limits, clipped, warm=warm, basis=basis)
-        if self.on_record is not None:
-            self._tell()
+        self._tell()
         return outputs
 
     def _moved(self, transform: Transform, gradient: Gradient) -> Any:
@@ -299,10 +298,9 @@ class Core(Documented):
         if self._transform.array_fields and self._arrays:
             missing += [n for n in groups.names if n not in self._arrays and n not in missing]
         if self._loaded and missing:
-            raise ValueError(
-                f"the state loaded into {self.name} is of {sorted({*statistics, *self._arrays})}, "
-                f"and the gradient also has {missing}: load the state of this model, or none"
-            )
+            held = f"the state loaded into {self.name} is of {sorted({*statistics, *self._arrays})}"
+            text = f"{held}, and the gradient also has {missing}"
+            raise ValueError(f"{text}: load the state of this model, or none")
         return statistics
 
     def _check_slices(self, transform: SliceClipping, shapes: Sequence[tuple[int, ...]]) -> None:
@@ -311,12 +309,9 @@ class Core(Documented):
         limited = any(None in shape or transform.axes(shape) for shape in shapes)
         large = [str(shape) for shape in shapes if limited or math.prod(shape) > 1]
         if not limited and large:
-            warnings.warn(
-                f"{self.name} clips nothing: no tensor has slices along dims={transform.dims} of "
-                f"min_size={transform.min_size} elements; the shapes are {', '.join(large[:5])}",
-                FedclipWarning,
-                stacklevel=6,
-            )
+            which = f"slices along dims={transform.dims} of min_size={transform.min_size} elements"
+            text = f"no tensor has {which}; the shapes are {', '.join(large[:5])}"
+            warnings.warn(f"{self.name} clips nothing: {text}", FedclipWarning, stacklevel=6)
 
     def _forget(self, present: Groups) -> None:
         """Drop the statistics of the names that were absent longest, if there are too many."""
@@ -325,17 +320,11 @@ class Core(Documented):
             if len(old) > _MOST_ABSENT:
                 for name in old[:-_MOST_ABSENT]:
                     del cached[name]
-                warnings.warn(
-                    f"{self.name} drops its oldest statistics, of more than {_MOST_ABSENT:,} names "
-                    "that are absent: give tensors the same names at each step",
-                    FedclipWarning,
-                    stacklevel=6,
+                text = (
+                    f"{self.name} drops its oldest statistics, of more than {_MOST_ABSENT:,} names"
                 )
-
-    def _install(self, statistics: Statistics) -> None:
-        """Take over statistics, to be matched with the names of the next gradient."""
-        self._groups, self._names, self._state, self._current = None, (), None, None
-        self._absent, self._loaded = statistics, False
+                text += " that are absent: give tensors the same names at each step"
+                warnings.warn(text, FedclipWarning, stacklevel=6)
 
     def _statistics(self) -> Statistics:
         """Return the statistics of all known groups, also of those that are absent now."""
@@ -356,12 +345,9 @@ class Core(Documented):
         if self._warned != number:
             self._warned = number
             done = "set to zero" if self.on_nonfinite == "skip" else "passed on"
-            warnings.warn(
-                f"{self.name}: {reason}; the gradient is {done} (round {number})",
-                FedclipWarning,
-                # Point to the caller of `run`.
-                stacklevel=5,
-            )
+            text = f"{self.name}: {reason}; the gradient is {done} (round {number})"
+            # Point to the caller of `run`.
+            warnings.warn(text, FedclipWarning, stacklevel=5)
 
     def _replaced(self, gradient: Gradient) -> Sequence[Array]:
         """Return the output of a step that is not finite."""

@@ -81,9 +81,8 @@ class EmaNormClip(own.Measured, own.Clipper):
 
     def build(self) -> own.Transform:
         if self.debias and self.init != 0:
-            raise ValueError(
-                f"debias=True is for averages that start at 0: give init=0.0, got {self.init!r}"
-            )
+            got = f"give init=0.0, got {self.init!r}"
+            raise ValueError(f"debias=True is for averages that start at 0: {got}")
         start = None if isinstance(self.init, str) else self.init
         names = ("decay", "ord", "max_growth", "min_norm", "debias")
         settings = {name: getattr(self, name) for name in names}

@@ -73,9 +73,8 @@ class NormClip(FixedLimit, Clipper):
             limit(max_norm=self.max_norm)
         most = math.inf if self.max_norm is None else self.max_norm
         if self.min_norm is not None and self.min_norm > most:
-            raise ValueError(
-                f"min_norm must be <= max_norm, got {self.min_norm!r} > {self.max_norm!r}"
-            )
+            got = f"{self.min_norm!r} > {self.max_norm!r}"
+            raise ValueError(f"min_norm must be <= max_norm, got {got}")
         return self.with_limit(most, Action(self.eps, self.min_norm))
 
     def transform(self, groups: Groups) -> Transform:

@@ -66,12 +66,11 @@ class OwnLimit(Exact, Clipper, register=False):
             inspect.signature(self.limit).bind(1.0, {})
         except TypeError as error:
             raise TypeError(f"limit must take a norm and a dict of statistics: {error}") from None
-        if self.past is None:
-            return NormClipping(Own(self.limit), self.ord, Action(self.eps))
-        past = self.past._transform
-        if not isinstance(past, NormClipping):
+        past = None if self.past is None else self.past._transform
+        if self.past is not None and not isinstance(past, NormClipping):
             raise TypeError(f"{self.past.name} keeps no statistics of norms: give another `past`")
-        return NormClipping(Own(self.limit, past.rule), self.ord, Action(self.eps))
+        rule = Own(self.limit, getattr(past, "rule", None))
+        return NormClipping(rule, self.ord, Action(self.eps))
 
     def get_config(self) -> dict[str, Any]:
         """Raise an error: a function cannot be written to a configuration."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 from fedclip.clippers import own
 from fedclip.core.parameters import LARGEST_WINDOW
 from fedclip.rules.percentile import Percentile
-from fedclip.rules.quantiles import Markers, Quantile, Stream, Window
+from fedclip.rules.quantiles import Markers, Stream, Window
 
 
 class PercentileNormClip(own.Warmup, own.Sharing, own.PastLimit, own.Clipper):
@@ -88,12 +88,10 @@ class PercentileNormClip(own.Warmup, own.Sharing, own.PastLimit, own.Clipper):
             self.check_goes_with(name, "history", history)
         if self.shared and self.history == "stream":
             raise ValueError("shared=True does not go with history='stream': use 'window' or 'p2'")
-        return self.with_rule(Percentile, history=self._quantile())
-
-    def _quantile(self) -> Quantile:
         quantile = self.percentile / 100.0
-        if self.history == "window":
-            return Window(quantile, self.window or LARGEST_WINDOW)
-        if self.history == "stream":
-            return Stream(quantile, rate=self.rate, decay=self.decay)
-        return Markers(quantile)
+        histories = {
+            "window": Window(quantile, self.window or LARGEST_WINDOW),
+            "stream": Stream(quantile, rate=self.rate, decay=self.decay),
+            "p2": Markers(quantile),
+        }
+        return self.with_rule(Percentile, history=histories[self.history])

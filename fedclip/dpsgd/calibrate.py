@@ -79,15 +79,6 @@ class Calibration:
         return "Poisson" if self.rate < 1 else "none"
 
     @property
-    def _batches(self) -> str:
-        if self.rate == 1:
-            return f"each batch has all {self.records:,} {self.unit}s: smaller ones need less noise"
-        return (
-            f"each {self.unit} is in a batch with probability {self.rate:.4g} (Poisson sampling): "
-            f"{self.expected:g} {self.unit}s on average"
-        )
-
-    @property
     def _cost(self) -> Cost:
         return account(self.releases, self.delta)
 
@@ -131,10 +122,14 @@ class Calibration:
     def in_words(self, values: int | None = None) -> str:
         """Return the effect of the noise on a model with this number of values, as text."""
         paid = "steps and evaluations" if self.evaluations else "steps"
+        batches = f"each batch has all {self.records:,} {self.unit}s: smaller ones need less noise"
+        if self.rate < 1:
+            batches = f"each {self.unit} is in a batch with probability {self.rate:.4g} (Poisson "
+            batches += f"sampling): {self.expected:g} {self.unit}s on average"
         lines = [
             f"epsilon {self.epsilon:g} at delta {self.delta:g}, {self.records:,} {self.unit}s, "
             f"{self.steps:,} steps:",
-            f"  {self._batches}",
+            f"  {batches}",
             f"  noise multiplier {self.noise_multiplier:.4g}; all {paid} cost "
             f"{in_words(self.spent)} by {self.accountant}, for zeroing out one {self.unit} (the "
             f"number of {self.unit}s is public)",

@@ -42,21 +42,21 @@ def findings_of(
     """
     for curve in (c for c in curves if c.metric == "loss" and c.nonfinite and c.node in servers):
         text = f"The loss of {curve.node} is NaN or infinite from round {curve.nonfinite[0]} on"
-        yield Finding("diverged", curve.experiment, "", f"{text}: the model has diverged.")
+        where = experiment_of(curve.node)
+        yield Finding("diverged", where, "", f"{text}: the model has diverged.")
     clients = (row for row in rows if row.node not in servers)
-    for experiment, members in grouped(clients, lambda row: row.experiment).items():
+    for experiment, members in grouped(clients, lambda row: experiment_of(row.node)).items():
         for text in client_findings(unusual_norms(norms_by_stage(members))):
             yield Finding("unlike", experiment, "", text)
     for experiment, nodes in grouped(private, experiment_of).items():
         text = f"DP-SGD on {listed(sorted(nodes))}: norms of records are never saved, because no"
         yield Finding("private", experiment, "", f"{text} noise covers them.")
     # One folder of nodes is one experiment, with one configuration.
-    runs = grouped(
-        rows, lambda row: (row.experiment, row.module + " on the server" * (row.node in servers))
-    )
-    for (experiment, clipper), chosen in runs.items():
-        for kind, text in (_clipped(chosen), *_setter(chosen), *_nonfinite(chosen)):
-            yield Finding(kind, experiment, clipper, text)
+    for experiment, members in grouped(rows, lambda row: experiment_of(row.node)).items():
+        runs = grouped(members, lambda row: row.module + " on the server" * (row.node in servers))
+        for clipper, chosen in runs.items():
+            for kind, text in (_clipped(chosen), *_setter(chosen), *_nonfinite(chosen)):
+                yield Finding(kind, experiment, clipper, text)
 
 
 def _nonfinite(rows: Sequence[Row]) -> Iterator[tuple[str, str]]:

@@ -234,10 +234,8 @@ def outliers_of(unusual: Mapping[str, Unusual]) -> list[str]:
 
 def client_findings(unusual: Mapping[str, Unusual]) -> list[str]:
     """Return one sentence on each client: the first, as its updates follow from its steps."""
-    texts: dict[str, str] = {}
-    for text in (text for stage in unusual.values() for text in stage.texts):
-        texts.setdefault(text.partition(":")[0], text)
-    return [*texts.values()]
+    texts = (text for stage in unusual.values() for text in stage.texts)
+    return [some[0] for some in grouped(texts, lambda text: text.partition(":")[0]).values()]
 
 
 def _unusual_in(norms: Norms, beside: bool) -> Unusual:

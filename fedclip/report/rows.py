@@ -59,11 +59,6 @@ class Row:
         """Node, clipper and round."""
         return self.node, self.module, self.record.round
 
-    @property
-    def experiment(self) -> str:
-        """The folder that holds the nodes of one federation."""
-        return experiment_of(self.node)
-
     def as_dict(self) -> dict[str, Any]:
         """Return the row by column name, as in the CSV file."""
         record = self.record
@@ -82,11 +77,6 @@ class Curve(NamedTuple):
     """Pairs of round and value; finite ones only."""
     nonfinite: tuple[int, ...] = ()
     """Rounds after which it was NaN or infinite."""
-
-    @property
-    def experiment(self) -> str:
-        """The folder that holds the nodes of one federation."""
-        return experiment_of(self.node)
 
     @property
     def last(self) -> tuple[int, float]:

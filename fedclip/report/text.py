@@ -66,13 +66,13 @@ class Report:
     @property
     def experiments(self) -> tuple[str, ...]:
         """The folders that hold the nodes of one federation, relative to the report's."""
-        private = map(experiment_of, self.private)
-        return tuple(dict.fromkeys([*(row.experiment for row in self.rows), *private]))
+        nodes = [*(row.node for row in self.rows), *self.private]
+        return tuple(dict.fromkeys(map(experiment_of, nodes)))
 
     def only(self, experiments: Collection[str]) -> Report:
         """Return the report of some of the experiments."""
-        rows = tuple(row for row in self.rows if row.experiment in experiments)
-        curves = tuple(c for c in self.curves if c.experiment in experiments)
+        rows = tuple(row for row in self.rows if experiment_of(row.node) in experiments)
+        curves = tuple(c for c in self.curves if experiment_of(c.node) in experiments)
         private = tuple(n for n in self.private if experiment_of(n) in experiments)
         nodes = {n: m for n, m in self.confusions.items() if experiment_of(n) in experiments}
         return replace(self, rows=rows, curves=curves, private=private, confusions=nodes)

@@ -27,9 +27,8 @@ def _absolute(ledger: str) -> str:
     """Return the path, if it means the same file in each folder."""
     path = parameters.name(ledger=ledger)
     if not Path(path).is_absolute():
-        raise ValueError(
-            f"ledger must be an absolute path, got {path!r}: each folder would have a new budget"
-        )
+        why = "each folder would have a new budget"
+        raise ValueError(f"ledger must be an absolute path, got {path!r}: {why}")
     return path
 
 
@@ -112,10 +111,9 @@ class Policy(Configured):
             raise ValueError("max_epsilon needs noise: give noise_multiplier > 0")
         cost = epsilon([Release(self.noise_multiplier)], self.delta, self.relation)
         if cost > self.max_epsilon:
-            raise ValueError(
-                f"max_epsilon = {self.max_epsilon:g} allows no update: one with noise_multiplier = "
-                f"{self.noise_multiplier:g} costs {cost:.4g}; raise either"
-            )
+            update = f"one with noise_multiplier = {self.noise_multiplier:g} costs {cost:.4g}"
+            text = f"max_epsilon = {self.max_epsilon:g} allows no update: {update}"
+            raise ValueError(f"{text}; raise either")
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in vars(self):

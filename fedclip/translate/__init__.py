@@ -33,9 +33,8 @@ class Row(NamedTuple):
     notes: list[Unchecked]
 
 
-def _row(written: Config, tables: Config) -> Row:
+def _row(row: Config, tables: Config) -> Row:
     """Return a row of the file, with what it has from another row."""
-    row = written
     while "like" in row:
         package, _, cls = row["like"].partition(".")
         above = tables[package][cls]

@@ -50,9 +50,8 @@ def parsed(parameter: str, text: str) -> tuple[str, list[tuple[Unchecked, Unchec
         pairs = [*enumerate(call.args), *((k.arg, k.value) for k in call.keywords)]
         return name, [(key, _plain(node)) for key, node in pairs]
     except (SyntaxError, ValueError, MemoryError, RecursionError):
-        raise ValueError(
-            f"{parameter} must be a name, or a call such as Name(0.9, x=2), got {shown(text)}"
-        ) from None
+        allowed = "a name, or a call such as Name(0.9, x=2)"
+        raise ValueError(f"{parameter} must be {allowed}, got {shown(text)}") from None
 
 
 def _plain(node: ast.expr) -> object:

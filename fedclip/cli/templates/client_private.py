@@ -39,9 +39,8 @@ def main() -> None:
     set_device_policy(gpu=False)
     setup_client_loggers(options.name, logging.INFO, str(results / "logs.txt"))
     unit = tomllib.loads((HERE / "columns.toml").read_text("utf-8"))["unit"]
-    persons = [
-        data / f"{part}_persons.csv" if unit == "person" else None for part in ("train", "valid")
-    ]
+    files = (data / f"{part}_persons.csv" for part in ("train", "valid"))
+    persons = [file if unit == "person" else None for file in files]
     client = PrivateFederatedClient(
         netwk=NetworkClientConfig(
             "websockets", options.server, options.name, certificate=options.certificate

@@ -121,9 +121,8 @@ def encode(name: str, cell: str, columns: Columns) -> list[float]:
 def read_records(file: Path, names: list[str], columns: Columns) -> tuple[list[Any], NDArray[Any]]:
     """Return cells and their numbers, row by row, or stop and show what is wrong."""
     header, *rows = read_cells(file, columns)
-    wrong = {
-        f"column {head!r}: it is there twice": [1] for head in header if header.count(head) > 1
-    }
+    twice = [head for head in header if header.count(head) > 1]
+    wrong = {f"column {head!r}: it is there twice": [1] for head in twice}
     for name in sorted({*names} - {*header}):
         wrong[f"column {name!r}: it is missing. Add it"] = [1]
     for name in sorted({*header} - {*columns.names}):
@@ -217,11 +216,10 @@ def main() -> None:
         parser.add_argument(f"--{name}", default=usual, help=f"of the file; usually {usual!r}")
     options = parser.parse_args()
     columns = read_columns(options.encoding, options.separator, options.decimal)
+    named = re.fullmatch(r"(?!(server|clients|simulated)$)[\w-]+", options.site, re.A)
     if options.example:
         write_example(columns)
-    elif options.file and re.fullmatch(
-        r"(?!(server|clients|simulated)$)[\w-]+", options.site, re.A
-    ):
+    elif options.file and named:
         write_site(options.file, options.site, columns)
     else:
         parser.error("give FILE and --site NAME, or --example")

@@ -67,7 +67,7 @@ def padded(many: int, together: int) -> Iterator[tuple[Host, int]]:
 
 
 def spread(factors: Mapping[str, Float64], finite: Host, size: int) -> tuple[Float64, Host]:
-    """Return factors (names, size) and which are sound; those of records that do not count are 0.
+    """Return factors (names, size) and which are finite; those of records that do not count are 0.
 
     >>> spread({"w": np.ones(2)}, np.array([True, True]), 3)
     (array([[1., 1., 0.]]), array([ True,  True, False]))
@@ -120,8 +120,8 @@ class Stack(Protocol):
         totals
             By name; what is not there yet counts as zero.
         factors
-            For each tensor, of all records; 0 for those that are not sound.
-        sound
+            For each tensor, of all records; 0 for those that are not finite.
+        finite
             Which records hold finite values only: the others add nothing.
         """
 
@@ -150,6 +150,12 @@ class HostStack:
 
     def arrays(self) -> Arrays:
         return self._arrays
+
+
+def widened(array: Array) -> Host:
+    """Return an array on the host, in float32 if it has fewer digits."""
+    host = np.asarray(array)
+    return host.astype(np.promote_types(host.dtype, np.float32), copy=False)
 
 
 def _rows(array: Host) -> Float64:

@@ -15,19 +15,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import tree_leaves, tree_map
-from numpy.typing import DTypeLike
 
-from fedclip.dpsgd.persample.base import Data, Float64, Host, at_once, padded, spread
+from fedclip.dpsgd.persample.base import Data, Float64, Host, at_once, padded, spread, widened
 
 Tree: TypeAlias = Any
 Arguments: TypeAlias = tuple[Tree, Tree, Tree]
 """Weights, other arrays, records."""
+Named: TypeAlias = dict[str, jax.Array]
 Loss: TypeAlias = Callable[[Tree, Tree, Tree], jax.Array]
 """From the trained weights, other arrays and one record to a number."""
 
@@ -104,8 +105,7 @@ class RecordGradients:
         """Return whether two passes are faster for records of these shapes, and agree."""
         key = tuple((a.shape, str(a.dtype)) for a in tree_leaves(records))
         if key not in self._two_passes:
-            made_up = tree_map(_made_up, records)
-            self._two_passes[key] = self._compare(weights, others, made_up)
+            self._two_passes[key] = self._compare(weights, others, tree_map(_made_up, records))
         return self._two_passes[key]
 
     def _compare(self, weights: Tree, others: Tree, records: Tree) -> bool:
@@ -168,9 +168,7 @@ class TwoPassStack:
         order = [self._names.index(name) for name in names]
         return np.array(squares)[: self._size, order] * (1.0 + _AGREES) ** 2
 
-    def add(
-        self, totals: dict[str, jax.Array], factors: Mapping[str, Float64], finite: Host
-    ) -> None:
+    def add(self, totals: Named, factors: Mapping[str, Float64], finite: Host) -> None:
         if not finite.any():
             return
         weights, others, records = self._arguments
@@ -180,23 +178,18 @@ class TwoPassStack:
             counting = np.where(rows, np.arange(len(rows)), np.argmax(rows))
             records = tree_map(lambda a: a[counting], records)
         distinct, group = np.unique(scales, axis=0, return_inverse=True)
-        if (distinct[distinct != 0.0] < _SMALL).any():
-            self._stored().add(totals, factors, finite)
-            return
-        gradients = [
-            tree_leaves(self._gradients.weighted(weights, others, records, scale))
-            for scale in distinct
-        ]
-        groups = zip(factors, group.reshape(-1), strict=True)
-        sums = [gradients[g][self._names.index(name)] for name, g in groups]
-        with _float64(True):
-            pairs = zip(factors, sums, strict=True)
-            start = [totals.get(name, np.zeros(array.shape)) for name, array in pairs]
-            new, all_finite = _accumulate(start, sums)
-        if all_finite:
-            totals.update(zip(factors, new, strict=True))
-        else:
-            self._stored().add(totals, factors, finite)
+        if not (distinct[distinct != 0.0] < _SMALL).any():
+            weighted = partial(self._gradients.weighted, weights, others, records)
+            gradients = [tree_leaves(weighted(scale)) for scale in distinct]
+            groups = zip(factors, group.reshape(-1), strict=True)
+            sums = {name: gradients[g][self._names.index(name)] for name, g in groups}
+            with _float64(True):
+                start = {n: totals.get(n, np.zeros(array.shape)) for n, array in sums.items()}
+                new, all_finite = _accumulate(start, sums)
+            if all_finite:
+                totals.update(new)
+                return
+        self._stored().add(totals, factors, finite)
 
     def arrays(self) -> dict[str, Host]:
         return self._stored().arrays()
@@ -206,18 +199,16 @@ class TwoPassStack:
 
 
 @jax.jit
-def _accumulate(
-    totals: list[jax.Array], sums: list[jax.Array]
-) -> tuple[list[jax.Array], jax.Array]:
-    finite = [jnp.isfinite(array).all() for array in sums]
-    pairs = zip(totals, sums, strict=True)
-    return [a + b.astype(jnp.float64) for a, b in pairs], jnp.stack(finite).all()
+def _accumulate(totals: Named, sums: Named) -> tuple[Named, jax.Array]:
+    finite = [jnp.isfinite(array).all() for array in sums.values()]
+    new = {name: totals[name] + array.astype(jnp.float64) for name, array in sums.items()}
+    return new, jnp.stack(finite).all()
 
 
 class JaxStack:
     """Gradients of shape (records, ...), of which the first `size` count."""
 
-    def __init__(self, arrays: dict[str, jax.Array], size: int) -> None:
+    def __init__(self, arrays: Named, size: int) -> None:
         self._arrays, self._size = arrays, size
 
     def squares(self, names: tuple[str, ...]) -> Float64:
@@ -225,22 +216,16 @@ class JaxStack:
             squares = _squares([self._arrays[name] for name in names])
         return np.array(squares)[: self._size]
 
-    def add(
-        self, totals: dict[str, jax.Array], factors: Mapping[str, Float64], finite: Host
-    ) -> None:
-        names = [*factors]
-        arrays = [self._arrays[name] for name in names]
-        scales, rows = spread(factors, finite, len(arrays[0]))
-        counting = None if finite.all() else rows
+    def add(self, totals: Named, factors: Mapping[str, Float64], finite: Host) -> None:
+        arrays = {name: self._arrays[name] for name in factors}
+        scales, rows = spread(factors, finite, len(next(iter(arrays.values()))))
+        by_name, counting = dict(zip(factors, scales, strict=True)), None if finite.all() else rows
         with _float64(True):
-            pairs = zip(names, arrays, strict=True)
-            start = [totals.get(name, np.zeros(array.shape[1:])) for name, array in pairs]
-            totals.update(zip(names, _sums(start, arrays, scales, counting), strict=True))
+            start = {n: totals.get(n, np.zeros(array.shape[1:])) for n, array in arrays.items()}
+            totals.update(_sums(start, arrays, by_name, counting))
 
     def arrays(self) -> dict[str, Host]:
-        return {
-            n: np.asarray(a, dtype=_wide(a.dtype))[: self._size] for n, a in self._arrays.items()
-        }
+        return {name: widened(array)[: self._size] for name, array in self._arrays.items()}
 
 
 @jax.jit
@@ -250,18 +235,12 @@ def _squares(arrays: list[jax.Array]) -> jax.Array:
 
 
 @jax.jit
-def _sums(
-    totals: list[jax.Array], arrays: list[jax.Array], scales: jax.Array, counting: jax.Array | None
-) -> list[jax.Array]:
-    sums = []
-    for total, array, scale in zip(totals, arrays, scales, strict=True):
+def _sums(totals: Named, arrays: Named, scales: Named, counting: jax.Array | None) -> Named:
+    sums = {}
+    for name, array in arrays.items():
         rows = array.astype(jnp.float64).reshape(len(array), -1)
         if counting is not None:
             # Zero times NaN would be NaN.
             rows = jnp.where(counting[:, None], rows, 0.0)
-        sums.append(total + (scale @ rows).reshape(total.shape))
+        sums[name] = totals[name] + (scales[name] @ rows).reshape(array.shape[1:])
     return sums
-
-
-def _wide(dtype: DTypeLike) -> DTypeLike:
-    return np.float32 if dtype == jnp.bfloat16 else dtype

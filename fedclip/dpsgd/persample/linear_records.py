@@ -56,10 +56,15 @@ def record_stacks(
     alpha = 0.0 if penalty in (None, "none") else settings["alpha"]
     coef = np.atleast_2d(np.asarray(model.coef_, np.float64))
     decay = (_SPARSE if issparse(inputs) else 1.0) if settings["fit_intercept"] else 0.0
+    # Of a regressor, none.
+    classes = np.asarray(getattr(model, "classes_", []), dtype)
+    classes = classes[1:] if len(classes) == 2 else classes
     together = at_once(micro_batch, coef.size)
     for start in range(0, inputs.shape[0], together):
         rows = slice(start, start + together)
-        x, y = _dense(inputs, rows), _signs(model, _dense(targets, rows), dtype)
+        x = _dense(inputs, rows)
+        y = _dense(targets, rows).reshape(len(x), 1)
+        y = np.where(y == classes, 1.0, -1.0) if len(classes) else y
         with np.errstate(all="ignore"):
             p = x @ coef.T + np.asarray(model.intercept_, np.float64)
             slopes = np.clip(slope(p, y, settings.get("epsilon", 0.0)), -_STEEPEST, _STEEPEST)
@@ -77,13 +82,3 @@ def record_stacks(
 def _dense(data: Data, rows: slice) -> Float64:
     some = data.iloc[rows] if hasattr(data, "iloc") else data[rows]
     return np.asarray(some.toarray() if issparse(some) else some, dtype=np.float64)
-
-
-def _signs(model: Any, targets: Float64, dtype: DTypeLike) -> Float64:
-    """Return targets as the loss has them, one column for each output."""
-    column = targets.reshape(len(targets), 1)
-    classes = getattr(model, "classes_", None)
-    if classes is None:
-        return column
-    classes = classes[1:] if len(classes) == 2 else classes
-    return np.where(column == np.asarray(classes, dtype=dtype), 1.0, -1.0)

@@ -84,7 +84,7 @@ class RecordGradients:
                 gradients = self._gradients(arrays, rows)
             _refuse_changed(before)
             pairs = zip(variables, gradients, strict=True)
-            yield HostStack({v.name: _host(gradient)[:size] for v, gradient in pairs})
+            yield HostStack({v.name: base.widened(gradient)[:size] for v, gradient in pairs})
 
     def _of_records(self, arrays: Data, rows: Host) -> Data:
         records = tf.nest.map_structure(lambda a: tf.gather(a, rows), arrays)
@@ -103,10 +103,6 @@ class RecordGradients:
                 loss *= tf.cast(record["weight"], loss.dtype)
         gradients = tape.gradient(loss, self._variables, unconnected_gradients="zero")
         return [tf.convert_to_tensor(gradient) for gradient in gradients]
-
-
-def _host(array: Tensor) -> Host:
-    return np.asarray(tf.cast(array, tf.float32) if array.dtype == tf.bfloat16 else array)
 
 
 def _refuse_changed(before: list[tuple[tf.Variable, Host]]) -> None:

@@ -112,11 +112,10 @@ def _known_layers(model: Model, record: Data) -> dict[str, tuple[torch.Size, tor
             hooks.callback(hook.remove)
         value = model.loss(partial(functional_call, module, model.buffers), record)
     # The layers' own use of their parameters has no gradient here: what has one is used besides.
-    used = [p for layer in known.values() for p in layer.parameters() if p.requires_grad]
-    besides: set[int] = set()
-    if used and value.requires_grad:
-        gradients = torch.autograd.grad(value, used, allow_unused=True)
-        besides = {id(p) for p, g in zip(used, gradients, strict=True) if g is not None}
+    layers = known.values() if value.requires_grad else ()
+    used = [p for layer in layers for p in layer.parameters() if p.requires_grad]
+    gradients = torch.autograd.grad(value, used, allow_unused=True) if used else ()
+    besides = {id(p) for p, g in zip(used, gradients, strict=True) if g is not None}
     result = {}
     for name, layer in known.items():
         calls = seen[name]

@@ -51,10 +51,10 @@ def restored(arrays: Mapping[str, Float64], weights: Tensors) -> Tensors:
     return {n: t.to(weights[n].device, weights[n].dtype) for n, t in tensors.items()}
 
 
-def record_parts(
-    module: nn.Module, loss: Loss, records: Data, size: int, whole: bool = False
-) -> Iterator[dict[str, Part]]:
-    """Yield the gradients of each micro-batch, by parameter.
+def record_stacks(
+    module: nn.Module, loss: Loss, records: Data, size: int, whole: bool = False, prefix: str = ""
+) -> Iterator[TorchStack]:
+    """Yield the gradients of each micro-batch.
 
     Parameters
     ----------
@@ -68,6 +68,8 @@ def record_parts(
         How many records are taken together at most; fewer, if they hold large gradients.
     whole
         Give the gradients themselves, as `Rows`.
+    prefix
+        Put before the names of the parameters.
     """
     leaves, tree = tree_flatten(records)
     if not leaves or not len(leaves[0]):
@@ -81,6 +83,7 @@ def record_parts(
         return tree_unflatten([leaf[part].clone() for leaf in leaves], tree)
 
     plan = plan_of(model, partial(of, 0), leaves, whole)
+    weights = {prefix + name: weight for name, weight in model.weights.items()}
     together = at_once(size, plan.elements)
     # Full stacks need no filling up.
     together -= together % _SIZES if together > _SIZES else 0
@@ -100,7 +103,7 @@ def record_parts(
             # comes again.
             named = _one_by_one(model, [of(start + i) for i in range(count)])
         _unchanged(module, buffers)
-        yield named
+        yield TorchStack({prefix + name: part for name, part in named.items()}, weights)
 
 
 def _together(model: Model, plan: Plan, leaves: list[Tensor], tree: TreeSpec) -> dict[str, Part]:
@@ -153,10 +156,8 @@ def _together(model: Model, plan: Plan, leaves: list[Tensor], tree: TreeSpec) ->
         # Slower than it might be, where a layer has no rule: right all the same.
         warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
         values, *came = vmap(of_record, randomness="different")(*taps, *copies, *leaves)
-        gradients = torch.autograd.grad(values.sum(), [*taps, *copies], allow_unused=True)
+        grads = torch.autograd.grad(values.sum(), [*taps, *copies], materialize_grads=True)
     result: dict[str, Part] = {}
-    pairs = zip([*taps, *copies], gradients, strict=True)
-    grads = [torch.zeros_like(like) if grad is None else grad for like, grad in pairs]
     for (name, layer), x, out in zip(layers.items(), came, grads, strict=False):
         x = tree_map(torch.Tensor.detach, x)
         for parameter, part in parts(layer, x, out).items():
@@ -173,10 +174,9 @@ def _one_by_one(model: Model, records: list[Data]) -> dict[str, Part]:
         with torch.enable_grad():
             instead = {**fresh, **model.buffers}
             value = model.loss(partial(functional_call, model.module, instead), record)
-            gradients = torch.autograd.grad(value, [*fresh.values()], allow_unused=True)
-        pairs = zip(fresh.items(), gradients, strict=True)
-        rows.append({n: torch.zeros_like(p) if g is None else g.to_dense() for (n, p), g in pairs})
-    return {n: Rows(torch.stack([row[n] for row in rows])) for n in model.weights}
+            rows.append(torch.autograd.grad(value, [*fresh.values()], materialize_grads=True))
+    columns = zip(model.weights, zip(*rows, strict=True), strict=True)
+    return {n: Rows(torch.stack([g.to_dense() for g in column])) for n, column in columns}
 
 
 def check_tracked(module: nn.Module, loss: Loss, record: Data) -> None:
@@ -185,7 +185,7 @@ def check_tracked(module: nn.Module, loss: Loss, record: Data) -> None:
     Parameters
     ----------
     record
-        One that nobody protects, in the form of `record_parts`, with a first axis of 1.
+        One that nobody protects, in the form of `record_stacks`, with a first axis of 1.
 
     Raises
     ------
@@ -195,13 +195,13 @@ def check_tracked(module: nn.Module, loss: Loss, record: Data) -> None:
     # Of several copies, as dropout may leave nothing of one.
     many = tree_map(lambda x: x.expand(_COPIES, *x.shape[1:]), record)
     # Of a copy: what a module keeps of a pass under `vmap` cannot be copied any more.
-    chunks = [*record_parts(copy.deepcopy(module), loss, many, _COPIES)]
+    stacks = [*record_stacks(copy.deepcopy(module), loss, many, _COPIES)]
     single = tree_map(lambda x: x[0], record)
     first, again = (_plain(module, loss, single, seed) for seed in (0, 1))
     same = all(torch.equal(first[n], again[n]) for n in first)
     for name, plain in first.items():
         mean = torch.zeros_like(plain)
-        for part in (some[name] for some in chunks):
+        for part in (stack.parts[name] for stack in stacks):
             each = plain.new_full((len(part.squares()),), 1.0 / _COPIES)
             mean += part.sum(each).reshape(plain.shape)
         largest = float(plain.abs().max()) if plain.numel() else 0.0
@@ -237,34 +237,25 @@ def _unchanged(module: nn.Module, buffers: Tensors) -> None:
             )
 
 
-def record_stacks(
-    module: nn.Module, loss: Loss, records: Data, size: int, whole: bool = False, prefix: str = ""
-) -> Iterator[TorchStack]:
-    """Yield what `record_parts` does, to be asked for norms and sums, under longer names."""
-    weights = {prefix + name: weight for name, weight in trained(module).items()}
-    for named in record_parts(module, loss, records, size, whole):
-        yield TorchStack({prefix + name: part for name, part in named.items()}, weights)
-
-
 class TorchStack:
     """Gradients by parameter, on the device of the module."""
 
-    def __init__(self, found: dict[str, Any], weights: Tensors) -> None:
-        self._parts, self._weights = found, weights
+    def __init__(self, parts: dict[str, Any], weights: Tensors) -> None:
+        self.parts, self._weights = parts, weights
 
     def squares(self, names: tuple[str, ...]) -> Float64:
-        squared = torch.stack([self._parts[name].squares() for name in names], 1)
+        squared = torch.stack([self.parts[name].squares() for name in names], 1)
         return np.asarray(squared.cpu().numpy())
 
     def add(self, totals: Tensors, factors: Mapping[str, Float64], finite: Host) -> None:
         counting = None if finite.all() else torch.from_numpy(np.flatnonzero(finite))
         for name, factor in factors.items():
-            part, scale, like = self._parts[name], torch.from_numpy(factor), self._weights[name]
+            part, scale, like = self.parts[name], torch.from_numpy(factor), self._weights[name]
             if counting is not None:
                 part, scale = part.only(counting.to(like.device)), scale[counting]
             total = part.sum(scale.to(like.device)).view(like.shape)
             totals[name] = totals[name] + total if name in totals else total
 
     def arrays(self) -> dict[str, Host]:
-        rows = {n: part.rows.detach().cpu() for n, part in self._parts.items()}
+        rows = {n: part.rows.detach().cpu() for n, part in self.parts.items()}
         return {n: (r.float() if r.dtype is torch.bfloat16 else r).numpy() for n, r in rows.items()}

@@ -117,9 +117,8 @@ def _all_layers(layer: Recurrent, taps: Tensor, x: Tensor) -> tuple[Tensor, ...]
     for first in range(0, len(names), 1 + layer.bidirectional):
         outputs = []
         for i in range(first, first + 1 + layer.bidirectional):
-            matrices = [weights[f"weight_{side}_{names[i]}"] for side in ("ih", "hh")]
-            biases = [weights.get(f"bias_{side}_{names[i]}") for side in ("ih", "hh")]
-            sides = [*zip(matrices, biases, strict=True)]
+            ends = [f"{side}_{names[i]}" for side in ("ih", "hh")]
+            sides = [(weights[f"weight_{end}"], weights.get(f"bias_{end}")) for end in ends]
             reverse = names[i].endswith("_reverse")
             output, before, h, c = _direction(layer, x, sides, taps[:, i], reverse)
             outputs.append(output)

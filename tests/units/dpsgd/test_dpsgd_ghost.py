@@ -240,10 +240,10 @@ def test_numbers_that_half_precision_does_not_hold_are_not_lost() -> None:
     def large(run: Any, record: Any) -> Any:
         return (run((record[None],)).float() * 200.0).sum()
 
-    (parts,) = records.record_parts(module, large, x, 1)
+    (stack,) = records.record_stacks(module, large, x, 1)
     # 9 positions of 200 * 200 are more than float16 holds.
-    assert float(parts["weight"].squares()[0]) == pytest.approx(6 * (9 * 40_000.0) ** 2)
-    assert np.isfinite(parts["weight"].sum(torch.ones(1, dtype=torch.float64)).numpy()).all()
+    assert float(stack.parts["weight"].squares()[0]) == pytest.approx(6 * (9 * 40_000.0) ** 2)
+    assert np.isfinite(stack.parts["weight"].sum(torch.ones(1, dtype=torch.float64)).numpy()).all()
 
 
 @pytest.mark.parametrize("make", [lambda: nn.Linear(40, 40, bias=False), tokens])
@@ -261,8 +261,8 @@ def test_no_norm_in_float32_is_below_the_exact_one(make: Any, scale: float, gap:
         output = run((record[None],))[0]
         return scale * (((1 + gap) * output[0] - output[1]) * slope).sum()
 
-    (parts,) = records.record_parts(module, opposite, x, 3)
-    (part,) = parts.values()
+    (stack,) = records.record_stacks(module, opposite, x, 3)
+    (part,) = stack.parts.values()
     for i in range(3):
         exact = part.only(torch.tensor([i])).sum(torch.ones(1, dtype=torch.float64)).square().sum()
         alone = part.only(torch.tensor([i])).squares()[0]

@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import require
+from helpers import each_framework, needs, require
 
 from fedclip import Clipper, NormClip
 from fedclip.arrays import backend_of
 from fedclip.core.scopes import resolve
 from fedclip.rules import NoState
+from fedclip.testing import to_numpy, to_vector
 from fedclip.transforms import Gradient, Outcome, Transform, clip_on_device
 
 
