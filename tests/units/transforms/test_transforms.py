@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import each_framework, needs, require
+from helpers import needs, require
 
 from fedclip import Clipper, NormClip
 from fedclip.arrays import backend_of
