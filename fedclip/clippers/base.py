@@ -88,7 +88,9 @@ class Clipper(Core, OptiModule, register=False):
     # -- declearn's interface -----------------------------------------------------------------
     def run(self, gradients: V) -> V:
         """Return the clipped gradients; the same object if nothing is clipped."""
-        coefs = self._coefs(gradients)
+        coefs: Any = getattr(gradients, "coefs", None)
+        if type(coefs) is not dict:
+            coefs = self._coefs(gradients)
         outputs = self.clip(coefs)
         make: Callable[[dict[str, Array]], V] = type(gradients)
         return gradients if outputs is coefs else make(dict(outputs))

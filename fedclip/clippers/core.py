@@ -241,7 +241,8 @@ class Core(Documented):
             norms = gradient.xp.where(is_finite, norms, math.nan)
         self._last = (labels, norms, limits, clipped)
         self._recorder.add(labels, norms, limits, clipped, warm=warm, basis=basis)
-        self._tell()
+        if self.on_record is not None:
+            self._tell()
         return outputs
 
     def _moved(self, transform: Transform, gradient: Gradient) -> Any:

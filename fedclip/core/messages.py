@@ -18,16 +18,11 @@ class SideBySide:
     """The messages of several clients, of any types, in the order in which they were added."""
 
     def __init__(self, *messages: object) -> None:
-        self.messages = [*messages]
+        self.messages: list[Any] = [*messages]
 
     def __add__(self, other: object) -> Self:
         self.messages.append(other)
         return self
-
-
-def messages_in(received: Unchecked) -> list[Any]:
-    """Return the messages of single clients, or a secure sum alone."""
-    return received.messages if isinstance(received, SideBySide) else [received]
 
 
 class Unsummed:

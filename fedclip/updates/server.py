@@ -201,7 +201,7 @@ class UpdateServer:
         if self.bound.budget and reply.votes and not len(reply.bins):
             self.bound.warn(f"{reply.sender or 'a reply'}: {WITHOUT_BINS}")
             return np.zeros(BINS)
-        return counts_of(reply.votes, reply.within, reply.bins)
+        return counts_of((reply.votes, reply.within, reply.bins))
 
     def get_state(self) -> dict[str, Any]:
         """Return the bound, the number of rounds, and what was spent of the budget."""

@@ -78,23 +78,24 @@ def is_vote(votes: object, within: object, bins: object) -> bool:
     return right and (sum(bins), sum(bins[:WITHIN])) == (votes, within)
 
 
-def counts_of(votes: int, within: int, bins: Sequence[float] | None) -> Float64:
-    """Return votes as one count for each bin.
+def counts_of(*votes: tuple[int, int, Sequence[float] | None]) -> Float64:
+    """Return votes, those within the bound, and bins, all added up, as one count for each bin.
 
     An older client does not say which: its vote counts as half for each of the two bins next to the
     bound on its side.
 
     Examples
     --------
-    >>> counts_of(1, 0, ())
+    >>> counts_of((1, 0, ()))
     array([0. , 0. , 0. , 0. , 0. , 0.5, 0.5, 0. , 0. , 0. ])
     """
     counts = np.zeros(BINS)
-    if bins is not None and len(bins):
-        counts += bins
-    else:
-        counts[WITHIN - 2 : WITHIN] = within / 2
-        counts[WITHIN : WITHIN + 2] = (votes - within) / 2
+    for number, within, bins in votes:
+        if bins is not None and len(bins):
+            counts += bins
+        else:
+            counts[WITHIN - 2 : WITHIN] += within / 2
+            counts[WITHIN : WITHIN + 2] += (number - within) / 2
     return counts
 
 

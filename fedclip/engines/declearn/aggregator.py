@@ -14,7 +14,7 @@ from declearn.model.api import Vector
 
 from fedclip.arrays import rounded
 from fedclip.core import parameters
-from fedclip.core.messages import SideBySide, messages_in
+from fedclip.core.messages import SideBySide
 from fedclip.core.parameters import parameter
 from fedclip.core.plugins import Versioned
 from fedclip.engines.declearn import context
@@ -182,7 +182,7 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         if sent.private:
             refuse_statistics(updates.coefs)
         outcome = round_.outcome = self.outcome(updates.coefs, sent.bound, n_steps, whole)
-        reply = outcome.reply(sent)
+        reply = round_.reply = outcome.reply(sent)
         arrays = reply.arrays
         if add_noise is not None:
             arrays = add_noise(arrays)
@@ -190,7 +190,8 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         weight = self.shares.counted(n_steps) if self.shares.kind == "steps" else 1
         result = ClippedUpdates(vector, weight, 1, reply.clipped, reply.zeroed)
         result.secagg_range, result.noised = self.secagg_range, bool(add_noise)
-        result.factor = self.shares.factor(self.client, n_steps)
+        if self.shares.kind != "equal":
+            result.factor = self.shares.factor(self.client, n_steps)
         if not add_noise and self.secagg_range and (why := result.beyond(self.secagg_range)):
             raise ValueError(why)
         return result
@@ -200,9 +201,9 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         """Return the average of the replies; those that are not valid count as zeros."""
         if not isinstance(updates, (ClippedUpdates, SideBySide)):
             raise TypeError(f"got {type(updates).__name__}: give clients clipped-averaging")
-        round_, module = context.under_way(counted=True) or (None, None)
-        sent = messages_in(updates)
+        sent = updates.messages if isinstance(updates, SideBySide) else [updates]
         parts = [p if isinstance(p, ClippedUpdates) else ClippedUpdates.stranger(p) for p in sent]
+        round_, module = context.under_way(counted=True) or (None, None)
         model, names = context.blank(), context.names_of(context.UPDATES, len(parts))
         bound = round_.sent.bound if round_ else (self.max_norm or float("inf"))
         # Without the sampler, assume that most replies have the tensors of the model.
@@ -257,6 +258,6 @@ def _most(vectors: Sequence[Any], what: str) -> Any:
 def _forms(vector: Any, what: str) -> Any:
     """Return type, names, and shapes or dtypes of a client's update; None if it has none."""
     try:
-        return type(vector), frozenset((n, getattr(x, what)) for n, x in vector.coefs.items())
+        return type(vector), frozenset([(n, getattr(x, what)) for n, x in vector.coefs.items()])
     except Exception:  # it may be anything, and must not end the run
         return None

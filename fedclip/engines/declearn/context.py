@@ -28,7 +28,7 @@ from declearn.optimizer.modules import OptiModule
 from fedclip.arrays import Float64
 from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.client import Outcome
-from fedclip.updates.protocol import Arrays, Participation, SentBound
+from fedclip.updates.protocol import Arrays, Participation, Reply, SentBound
 
 AnyModel: TypeAlias = Model[Any]
 AnyModule: TypeAlias = OptiModule[Any]
@@ -41,7 +41,7 @@ UPDATES, SUM = "updates", "secure sum"
 
 @dataclass
 class ClientPart:
-    """One round of a client; the `outcome` follows when the aggregator clips the update.
+    """One round of a client; `outcome` and `reply` follow when the aggregator clips the update.
 
     Attributes
     ----------
@@ -52,6 +52,7 @@ class ClientPart:
     sent: SentBound
     add_noise: Callable[[Arrays], Arrays] | None = None
     outcome: Outcome | None = None
+    reply: Reply | None = None
 
 
 @dataclass

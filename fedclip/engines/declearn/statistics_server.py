@@ -20,7 +20,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from declearn.optimizer.modules import AuxVar, OptiModule
+from declearn.optimizer.modules import OptiModule
 
 from fedclip.clippers.adaptive_clip import AdaptiveClip
 from fedclip.clippers.auto_clip import AutoClip
@@ -29,7 +29,7 @@ from fedclip.clippers.mad_clip import MadClip
 from fedclip.clippers.percentile_norm_clip import PercentileNormClip
 from fedclip.clippers.zscore_clip import ZScoreClip
 from fedclip.core import parameters, states
-from fedclip.core.messages import messages_in
+from fedclip.core.messages import SideBySide
 from fedclip.core.parameters import Config, signature_of
 from fedclip.core.scopes import resolve
 from fedclip.engines.declearn.context import AnyVector, expect, names_of, under_way
@@ -130,11 +130,11 @@ class SharedServer(OptiModule[Any], register=False):
         state, labels = shared.fields() if admitted else {}, shared.labels if admitted else ()
         return FedclipSharedState(shared.version, self.settings, self.max_steps, [*labels], state)
 
-    def process_aux_var(self, aux_var: AuxVar) -> None:
+    def process_aux_var(self, aux_var: Any) -> None:
         """Merge the clients' counts; leave out, count and log those that are not valid."""
         round_ = self.shared_state.version + 1
         messages: list[tuple[Unchecked, Unchecked] | str] = []
-        for sent in messages_in(aux_var):
+        for sent in aux_var.messages if isinstance(aux_var, SideBySide) else [aux_var]:
             counted = isinstance(sent, FedclipSharedCounts)
             messages.append((sent.members, sent.counts) if counted else f"a {type(sent).__name__}")
         self._report(self.shared_state.merge(messages), round_)

@@ -17,11 +17,10 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar
 
-import numpy as np
 from declearn.optimizer.modules import OptiModule
 
 from fedclip.core import parameters
-from fedclip.core.messages import messages_in
+from fedclip.core.messages import SideBySide
 from fedclip.core.parameters import Config, parameter
 from fedclip.core.plugins import Versioned
 from fedclip.core.records import Recorder, RoundRecord, read_rounds
@@ -36,7 +35,7 @@ from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.client_noise import UNENCRYPTED, SiteNoise
 from fedclip.updates.limits import norm_of
 from fedclip.updates.protocol import SentBound
-from fedclip.updates.votes import BINS, WITHOUT_BINS, counts_of
+from fedclip.updates.votes import WITHOUT_BINS, counts_of
 
 
 class UpdateNorms(OptiModule[Any]):
@@ -239,11 +238,10 @@ class UpdateClipClient(Versioned, UpdateNorms):
         try:
             if round_ is None:
                 return None
-            sent, outcome = round_.sent, round_.outcome
-            if outcome is None:
+            sent, outcome, reply = round_.sent, round_.outcome, round_.reply
+            if outcome is None or reply is None:
                 text = "the update was not clipped: set aggregator = 'clipped-averaging'"
                 raise RuntimeError(text)
-            reply = outcome.reply(sent)
             if outcome.norm is not None:
                 self.note(outcome.norm, sent, outcome.clipped)
             if self.site is not None and sent.adaptive:
@@ -364,16 +362,16 @@ class UpdateClipServer(AdaptiveBound, OptiModule[Any]):
             self.halt("votes have come, but no bound was sent")
             return
         self._round.counted = True
-        sent = messages_in(aux_var)
+        sent = aux_var.messages if isinstance(aux_var, SideBySide) else [aux_var]
         votes = [v if isinstance(v, UpdateClipVotes) else UpdateClipVotes(n_faults=1) for v in sent]
-        clients, faults = sum(v.n_clients for v in votes), sum(v.n_faults for v in votes)
+        clients, faults = sum([v.n_clients for v in votes]), sum([v.n_faults for v in votes])
         known = [v for v in votes if self.budget is None or v.n_bins is not None or not v.n_votes]
         if len(known) < len(votes):
             self.warn(WITHOUT_BINS)
         with_noise = clients if self.site is None else clients - faults
         noised = [v.n_noised for v in votes if v.n_noised is not None]
-        counts = (counts_of(v.n_votes, v.n_within, v.n_bins) for v in known)
-        self.count(sum(counts, np.zeros(BINS)), with_noise, noised)
+        counts = [(v.n_votes, v.n_within, v.n_bins) for v in known]
+        self.count(counts_of(*counts), with_noise, noised)
         if 0 < faults <= clients:
             pairs = zip(context.names_of(self.aux_name, len(votes)), votes, strict=True)
             faulty = [repr(name) for name, vote in pairs if name and vote.n_faults][:5]

@@ -132,7 +132,7 @@ def play(table: Table, seed: int) -> None:
     # The votes of the others are all there, and the liar's is one of them, or none.
     state = table.state()
     votes = sum(np.array(one_hot(size, size > 1.0), float) for size in others)
-    lies = [np.zeros(BINS), *np.eye(BINS), counts_of(1, 0, ()), counts_of(1, 1, ())]
+    lies = [np.zeros(BINS), *np.eye(BINS), counts_of((1, 0, ())), counts_of((1, 1, ()))]
     rule = BoundRule(0.5, 1e-6, 1e4)
     bounds = [rule.after(1.0, FIRST_VARIANCE, votes + lie).bound for lie in lies]
     assert min(abs(state["update-clip-server"]["bound"] - b) for b in bounds) < 1e-12

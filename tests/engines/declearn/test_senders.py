@@ -128,7 +128,7 @@ def test_what_is_no_vote_is_an_abstention_in_any_order(
         fedclip.NamedClients().update(dict(items), MODEL)
         server.finish([sent for _, sent in items])
     within = 3 if "update-clip" in SENT[kind][0] and "for votes" not in kind else 2
-    counts = within * counts_of(1, 1, ()) + counts_of(1, 0, ())
+    counts = within * counts_of((1, 1, ())) + counts_of((1, 0, ()))
     expected = BoundRule(0.5, 1e-6, 1e4).after(1.0, FIRST_VARIANCE, counts).bound
     assert server.module.bound == pytest.approx(expected)
     assert said in caplog.text
