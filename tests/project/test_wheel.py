@@ -39,6 +39,10 @@ PINNED = {
 }
 
 
+# Build tools, which come with Python or with none, and what CUDA builds of torch bring.
+UNPINNED = ("setuptools", "wheel", "pip", "triton", "nvidia-", "cuda")
+
+
 # -- pinned -------------------------------------------------------------------------------------
 def needed(texts: list[str], extras: set[str]) -> Iterator[Requirement]:
     """Yield those of the requirements that count on this machine, with some extras."""
@@ -81,8 +85,7 @@ def test_all_that_an_extra_or_a_group_needs_is_pinned(texts: list[str]) -> None:
     assert found
     for requirement in found:
         name = canonicalize_name(requirement.name)
-        # Build tools, which come with Python or with none, and what CUDA builds of torch bring.
-        if name in ("setuptools", "wheel", "pip", "triton") or name.startswith(("nvidia-", "cuda")):
+        if name.startswith(UNPINNED):
             continue
         assert name in PINNED, f"{PINS.name} lacks {requirement}"
         assert requirement.specifier.contains(PINNED[name], prereleases=True), requirement
@@ -201,7 +204,7 @@ def test_the_core_alone_then_each_extra(built: Path, tmp_path: Path) -> None:
     assert {"torch", "tensorflow", "jax", "opacus"} <= {p["metadata"]["name"] for p in found}
     for package in (entry["metadata"] for entry in found):
         name, version = canonicalize_name(package["name"]), Version(package["version"])
-        if name not in ("fedclip", "setuptools", "wheel"):
+        if not name.startswith(("fedclip", *UNPINNED)):
             assert PINNED.get(name) == Version(version.public), package["name"]
 
 

@@ -147,5 +147,6 @@ def assert_alone(model: Any, x: Any, y: Any, micro_batch: int) -> Any:
     assert sums.keys() == right.keys()
     np.testing.assert_allclose(norms[:, 0], lengths, rtol=1e-4, atol=1e-6)
     for name, array in right.items():
-        np.testing.assert_allclose(sums[name], array, rtol=0, atol=2e-6)
+        # JAX's two passes, taken if they are the faster ones, count norms as larger by 2**-16.
+        np.testing.assert_allclose(sums[name], array, rtol=2.0**-15, atol=2e-6)
     return sums
