@@ -202,13 +202,13 @@ def _add_rows(sums: list[float], views: Sequence[HostView], layout: _Layout) -> 
     if threads < 2:
         # A call for each from Python takes as long as the product of a thousand elements.
         deque(map(np.vecdot, tables, tables, into), 0)
-        tables = []
-    for table, size, out in zip(tables, sizes, into, strict=False):
-        parts = max(1, size // _ROWS)
-        edges = [size * part // parts for part in range(parts + 1)]
-        for low, high in pairwise(edges):
-            some = table[low:high]
-            calls.append(partial(np.vecdot, some, some, out[low:high]))
+    else:
+        for table, size, out in zip(tables, sizes, into, strict=True):
+            parts = max(1, size // _ROWS)
+            edges = [size * part // parts for part in range(parts + 1)]
+            for low, high in pairwise(edges):
+                some = table[low:high]
+                calls.append(partial(np.vecdot, some, some, out[low:high]))
     each(calls, threads)
     if sizes:
         totals = np.add.reduceat(dots.astype(np.float64), starts(sizes)).tolist()
@@ -259,19 +259,7 @@ def slice_norms(view: HostView, axes: Sequence[int], fast: bool = False) -> Floa
         return np.asarray(np.sqrt(sum(np.einsum("ij,ij->j", rows, rows) for rows in wide)))
     size = math.prod(view.shape[len(others) :])
     if narrow and size <= CHUNK and others == [*range(len(others))] and view.flags.c_contiguous:
-        number, length = _rows(size) if size > _BLOCK // 4 else (1, size)
-        if not (fast and view.itemsize == 4 and number * length == size):
-            fast, number, length = False, 1, size
-        table, most = view.reshape(-1, length), (PIECE if fast else CHUNK) // length
-        sums = np.empty(len(table), np.float32 if fast else np.float64)
-        if len(table) <= most:
-            _add_squares(table, sums)
-        else:
-            cuts = [slice(start, start + most) for start in range(0, len(table), most)]
-            calls = [partial(_add_squares, table[cut], sums[cut]) for cut in cuts]
-            each(calls, num_threads([view.nbytes]))
-        sums = sums.astype(np.float64, copy=False)
-        return np.asarray(np.sqrt(sums if number == 1 else sums.reshape(-1, number).sum(axis=1)))
+        return _norms_of_rows(view.reshape(-1, size), fast and view.itemsize == 4)
     # Take a few rows of the first dimension at a time, so that no float64 copy of all is made.
     parts = []
     for some in _row_chunks(view):
@@ -281,6 +269,21 @@ def slice_norms(view: HostView, axes: Sequence[int], fast: bool = False) -> Floa
     if 0 in axes and len(parts) > 1:
         return _row_norms(np.stack(parts, -1)).ravel()
     return np.concatenate(parts, axis=None) if len(parts) > 1 else parts[0].ravel()
+
+
+def _norms_of_rows(table: HostView, fast: bool) -> Float64:
+    """Return the norms of rows, in float64; `fast` measures those that blocks fill in float32."""
+    size = table.shape[1]
+    number, length = _rows(size) if fast and size > _BLOCK // 4 else (1, size)
+    if number * length < size:
+        fast, number, length = False, 1, size
+    rows, most = table.reshape(-1, length), (PIECE if fast else CHUNK) // length
+    sums = np.empty(len(rows), np.float32 if fast else np.float64)
+    cuts = [slice(start, start + most) for start in range(0, len(rows), most)]
+    calls = [partial(_add_squares, rows[cut], sums[cut]) for cut in cuts]
+    each(calls, num_threads([table.nbytes]) if len(calls) > 1 else 1)
+    wide = sums.astype(np.float64, copy=False)
+    return np.asarray(np.sqrt(wide if number == 1 else wide.reshape(-1, number).sum(axis=1)))
 
 
 def _add_squares(rows: HostView, sums: HostView) -> None:

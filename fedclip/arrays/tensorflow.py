@@ -98,6 +98,8 @@ class TensorflowBackend(Backend):
         return tf.cast(tf.size(values), tf.float64) if known is None else known
 
     def prepared(self, arrays: Arrays) -> Arrays:
+        if not any(isinstance(t, tf.IndexedSlices) for t in arrays):
+            return arrays
         return [_merged(t) if isinstance(t, tf.IndexedSlices) else t for t in arrays]
 
     def values(self, array: Array) -> Array:

@@ -130,9 +130,7 @@ class StepRecord:
     @property
     def norm(self) -> float:
         """Norm of the whole gradient, from the norms of its groups; NaN if it was not finite."""
-        norms = self.norm_before
-        is_finite = not self.nonfinite and all(map(math.isfinite, norms))
-        return math.hypot(*norms) if is_finite else math.nan
+        return math.hypot(*self.norm_before) if self.is_finite else math.nan
 
     def __float__(self) -> float:
         return self.norm

@@ -26,7 +26,7 @@ def supported(layer: nn.MultiheadAttention) -> bool:
     """Return whether the layer has one matrix for queries, keys and values, and nothing added."""
     names = {name for name, _ in layer.named_parameters()}
     known = {f"{own}{kind}" for own in ("in_proj_", "out_proj.") for kind in ("weight", "bias")}
-    return "in_proj_weight" in names <= known and not layer.add_zero_attn
+    return names <= known and "in_proj_weight" in names and not layer.add_zero_attn
 
 
 def tap_shape(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from helpers import needs, require
 
-from fedclip import Clipper, NormClip
+from fedclip import Clipper, NoOp, NormClip
 from fedclip.arrays import backend_of
 from fedclip.core.scopes import resolve
 from fedclip.rules import NoState
@@ -68,6 +68,18 @@ def test_bfloat16_is_fetched_from_a_device_as_it_is(
     monkeypatch.setattr(type(backend), "views", lambda self, arrays: [None] * len(arrays))
     monkeypatch.setattr(type(backend), "dense_views", lambda self, arrays: None)
     np.testing.assert_array_equal(to_numpy(HalfOnHost().run(vector))["w"], [0.75, -1.0])
+
+
+@pytest.mark.parametrize("framework", ["torch", "tensorflow", "jax"])
+def test_what_changes_nothing_returns_the_same_object_on_a_device(
+    framework: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs(framework)
+    coefs = to_vector({"w": np.array([1.5, -2.0])}, framework, "float32").coefs
+    backend = type(backend_of(coefs["w"]))
+    monkeypatch.setattr(backend, "views", lambda self, arrays: [None] * len(arrays))
+    monkeypatch.setattr(backend, "dense_views", lambda self, arrays: None)
+    assert NoOp().clip(coefs) is coefs
 
 
 def test_gradients_of_other_forms_in_turn_are_clipped_as_the_first_are() -> None:
