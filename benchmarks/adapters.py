@@ -2,7 +2,8 @@
 
 Prints medians in microseconds and ratios, measured in turn in one process for each framework, and
 of compiled TensorFlow the operations in the graph; asserts nothing. The torch rows that clip
-include putting the gradients back, and those of Keras a step of SGD.
+include putting the gradients back, and those of Keras a step of SGD. AGC is measured beside
+`optax.adaptive_grad_clip`, and in torch beside the operations of timm's `adaptive_clip_grad`.
 """
 
 from __future__ import annotations
@@ -16,25 +17,48 @@ from typing import Any
 import numpy as np
 
 from benchmarks.measure import medians
-from fedclip import NormClip, ZScoreClip
+from benchmarks.models import GRADIENTS, Shape
+from fedclip import AGC, NormClip, ZScoreClip
 
-CASES = ((20, (135,), 200), (200, (136, 136), 60), (1000, (64, 64), 20))
+CASES: dict[str, tuple[list[Shape], int]] = {
+    "MLP": (GRADIENTS["MLP"], 200),
+    "20 tensors": (GRADIENTS["20 tensors, 2.7k"], 200),
+    "200 tensors": (GRADIENTS["200 tensors, 3.7M"], 60),
+    "1,000 tensors": ([(64, 64)] * 1000, 20),
+    "ResNet-50": (GRADIENTS["ResNet-50"], 5),
+}
+"""The shapes of gradients, and how often each call is measured."""
 LIMITS = {"nothing clipped": 1e9, "clipped": 1.0}
 
 Calls = dict[str, Callable[[], Any]]
 
 
+def plain_agc(parameters: list[Any], ratio: float, least: float = 1e-3) -> None:
+    """Clip as timm does, in float32, without looking for numbers that are not finite."""
+    import torch
+
+    def norms(x: Any) -> Any:
+        return x.norm(2) if x.ndim < 2 else x.norm(2, tuple(range(1, x.ndim)), keepdim=True)
+
+    for parameter in parameters:
+        limits = norms(parameter.detach()).clamp_(min=least).mul_(ratio)
+        found = norms(parameter.grad)
+        clipped = parameter.grad * (limits / found.clamp(min=1e-6))
+        parameter.grad.copy_(torch.where(found < limits, parameter.grad, clipped))
+
+
 def torch_calls(arrays: list[Any], limit: float) -> dict[str, Calls]:
     import torch
 
-    from fedclip.loops.torch import attach, clip_
+    from fedclip.loops.torch import attach, clip_, clip_grad_norm_
 
-    parameters = {f"p{i}": torch.nn.Parameter(torch.zeros(a.shape)) for i, a in enumerate(arrays)}
+    parameters = {f"p{i}": torch.nn.Parameter(torch.ones(a.shape)) for i, a in enumerate(arrays)}
     values = list(parameters.values())
     source = [torch.from_numpy(a) for a in arrays]
     for parameter, tensor in zip(values, source, strict=True):
         parameter.grad = tensor.clone()
     norm, zscore = NormClip(limit), ZScoreClip(max_norm=limit)
+    agc = AGC(limit / 100, min_norm=1e-3, axis=0)
     optimizer = torch.optim.SGD(values)
     # What the handle does before each step.
     handle = attach(optimizer, NormClip(limit), parameters)
@@ -50,10 +74,15 @@ def torch_calls(arrays: list[Any], limit: float) -> dict[str, Calls]:
     return {
         "clip_grad_norm_": {
             "theirs": fresh(lambda: torch.nn.utils.clip_grad_norm_(values, limit)),
+            "norm-clip, drop-in": fresh(lambda: clip_grad_norm_(values, limit)),
             "norm-clip": fresh(lambda: clip_(parameters, norm)),
             "norm-clip, attached": fresh(lambda: handle._clip(optimizer)),
             "zscore-clip": fresh(lambda: clip_(parameters, zscore)),
-        }
+        },
+        "plain AGC": {
+            "theirs": fresh(lambda: plain_agc(values, limit / 100)),
+            "agc": fresh(lambda: clip_(parameters, agc)),
+        },
     }
 
 
@@ -91,18 +120,23 @@ def jax_calls(arrays: list[Any], limit: float) -> dict[str, Calls]:
     from fedclip.loops.jax import as_optax
 
     gradients = {f"p{i}": jnp.asarray(a) for i, a in enumerate(arrays)}
+    weights = jax.tree.map(jnp.ones_like, gradients)
 
     def call(transform: Any) -> Callable[[], Any]:
-        state = transform.init(gradients)
-        update = jax.jit(lambda g, s: transform.update(g, s))
-        return lambda: jax.block_until_ready(update(gradients, state))
+        state = transform.init(weights)
+        update = jax.jit(transform.update)
+        return lambda: jax.block_until_ready(update(gradients, state, weights))
 
     return {
         "optax.clip_by_global_norm, jit": {
             "theirs": call(optax.clip_by_global_norm(limit)),
             "norm-clip": call(as_optax(NormClip(limit))),
             "zscore-clip": call(as_optax(ZScoreClip(max_norm=limit))),
-        }
+        },
+        "optax.adaptive_grad_clip, jit": {
+            "theirs": call(optax.adaptive_grad_clip(limit / 100)),
+            "agc": call(as_optax(AGC(limit / 100, min_norm=1e-3, unit="optax"))),
+        },
     }
 
 
@@ -147,19 +181,19 @@ CALLS = {
 
 def run(framework: str) -> None:
     rng = np.random.default_rng(0)
-    for count, shape, rounds in CASES:
-        arrays = [rng.standard_normal(shape).astype(np.float32) for _ in range(count)]
+    for name, (shapes, rounds) in CASES.items():
+        arrays = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
         for what, limit in LIMITS.items():
             for peer, calls in CALLS[framework](arrays, limit).items():
                 found = medians(calls, 0.0, rounds)
                 ratios = ", ".join(
-                    f"{name} {found[name]:.0f} µs ({found[name] / found['theirs']:.2f}×"
-                    f"{operations(calls[name])})"
-                    for name in found
-                    if name != "theirs"
+                    f"{ours} {found[ours]:.0f} µs ({found[ours] / found['theirs']:.2f}×"
+                    f"{operations(calls[ours])})"
+                    for ours in found
+                    if ours != "theirs"
                 )
                 theirs = f"{found['theirs']:.0f} µs{operations(calls['theirs'])}"
-                print(f"{count} tensors, {what}: {peer} {theirs}; {ratios}")
+                print(f"{name}, {what}: {peer} {theirs}; {ratios}", flush=True)
 
 
 def main() -> None:

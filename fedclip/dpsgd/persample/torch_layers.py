@@ -28,6 +28,7 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, Self, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import vmap
@@ -35,6 +36,8 @@ from torch.linalg import vecdot
 from torch.nn import functional
 from torch.nn import grad as gradients
 
+from fedclip.arrays.base import UNDERFLOW
+from fedclip.arrays.blocks import UNCERTAINTY, slice_norms
 from fedclip.dpsgd.persample import torch_attention, torch_recurrent
 from fedclip.dpsgd.persample.base import Data
 
@@ -80,22 +83,28 @@ class Rows(Part):
     rows: Tensor
 
     def squares(self) -> Tensor:
-        return torch.cat([vecdot(block, block) for block in map(Tensor.double, self._blocks())])
+        # A gradient may be a number.
+        flat = self.rows.detach()[:, None].flatten(1)
+        if flat.device.type != "cpu" or flat.dtype is not torch.float32 or not flat.numel():
+            return torch.cat([vecdot(wide, wide) for wide in map(Tensor.double, _split(flat, 0))])
+        rows = flat.numpy()
+        with np.errstate(all="ignore"):
+            squares = slice_norms(rows, (1,), fast=True) ** 2 * (1.0 + 3.0 * UNCERTAINTY)
+            # Each record by its own numbers: no other record may change how it is measured.
+            odd = np.flatnonzero(~((squares > UNDERFLOW) & (squares < math.inf)))
+            if len(odd):
+                squares[odd] = slice_norms(rows[odd], (1,)) ** 2
+        return torch.from_numpy(squares)
 
     def sum(self, factors: Tensor) -> Tensor:
-        total, start = factors.new_zeros(math.prod(self.rows.shape[1:])), 0
-        for block in self._blocks():
-            total += factors[start : start + len(block)] @ block.double()
-            start += len(block)
-        return total
-
-    def _blocks(self) -> list[Tensor]:
-        """Return some records after the other: on a CPU, as many as its caches hold in float64."""
-        # There may be no record, and a gradient may be a number.
         flat = self.rows[:, None].flatten(1)
-        together = _BLOCK // max(1, flat.shape[1]) if flat.device.type == "cpu" else len(flat)
-        starts = range(0, max(1, len(flat)), max(1, together))
-        return [flat[start : start + starts.step] for start in starts]
+        return torch.cat([factors @ columns.double() for columns in _split(flat, 1)])
+
+
+def _split(table: Tensor, axis: int) -> tuple[Tensor, ...]:
+    """Return a table in pieces along an axis, which the caches of a CPU hold in float64."""
+    on_host, length = table.device.type == "cpu", table.shape[axis]
+    return table.split(max(1, _BLOCK // max(1, table.shape[1 - axis]) if on_host else length), axis)
 
 
 @dataclass(frozen=True)
@@ -191,9 +200,14 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def _sum(x: Tensor, axes: int | tuple[int, ...]) -> Tensor:
+    """Return a sum along axes in at least float32: it is measured, and added up, as it is."""
+    return x.sum(axes, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
 def _linear(layer: nn.Linear, x: Tensor, out: Tensor) -> Iterator[Part]:
     yield _products(_positions(x), _positions(out))
-    yield Rows(_positions(out).sum(1, dtype=torch.float64))
+    yield Rows(_sum(_positions(out), 1))
 
 
 def _convolution(layer: Convolution, x: Tensor, out: Tensor) -> Iterator[Part]:
@@ -207,7 +221,7 @@ def _convolution(layer: Convolution, x: Tensor, out: Tensor) -> Iterator[Part]:
         shape, backward = layer.weight.shape, getattr(gradients, f"conv{dims}d_weight")
         settings = (layer.stride, layer.padding, layer.dilation, layer.groups)
         yield Rows(vmap(lambda x, out: backward(x, shape, out, *settings))(_wide(x), _wide(out)))
-    yield Rows(out.flatten(3).sum((1, 3), dtype=torch.float64))
+    yield Rows(_sum(out.flatten(3), (1, 3)))
 
 
 def _patches(layer: Convolution, x: Tensor) -> Tensor:
@@ -232,7 +246,7 @@ def _layer_norm(layer: nn.LayerNorm, x: Tensor, out: Tensor) -> Iterator[Part]:
     shape = layer.normalized_shape
     plain = functional.layer_norm(x, shape, eps=layer.eps)
     for rows in (plain * out, out):
-        yield Rows(rows.reshape(len(x), -1, math.prod(shape)).sum(1, dtype=torch.float64))
+        yield Rows(_sum(rows.reshape(len(x), -1, math.prod(shape)), 1))
 
 
 def _group_norm(layer: nn.GroupNorm, x: Tensor, out: Tensor) -> Iterator[Part]:
@@ -240,7 +254,7 @@ def _group_norm(layer: nn.GroupNorm, x: Tensor, out: Tensor) -> Iterator[Part]:
     plain = functional.group_norm(images, layer.num_groups, eps=layer.eps).view(x.shape)
     for rows in (plain * out, out):
         # (records, images, channels, places)
-        yield Rows(rows.reshape(*x.shape[:3], -1).sum((1, 3), dtype=torch.float64))
+        yield Rows(_sum(rows.reshape(*x.shape[:3], -1), (1, 3)))
 
 
 def _positions(x: Tensor) -> Tensor:
@@ -300,7 +314,7 @@ def parts(layer: nn.Module, x: Any, out: Tensor) -> dict[str, Part]:
     if file := RUN_HERE.get(type(layer)):
         all_parts = dict[str, Part]()
         for weight, bias, a, b in file.sides(layer, x, out):
-            all_parts |= {weight: _products(a, b), bias: Rows(b.sum(1, dtype=torch.float64))}
+            all_parts |= {weight: _products(a, b), bias: Rows(_sum(b, 1))}
     else:
         all_parts = dict(zip(("weight", "bias"), LAYERS[type(layer)](layer, x, out), strict=False))
     trained = {n for n, p in layer.named_parameters() if p.requires_grad}
