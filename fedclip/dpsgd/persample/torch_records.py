@@ -111,7 +111,7 @@ def _together(model: Model, plan: Plan, leaves: list[Tensor], tree: TreeSpec) ->
     count, device = len(leaves[0]), leaves[0].device
     layers = {name: module.get_submodule(name) for name in plan.layers}
     taps = [
-        torch.zeros(count, *shape, dtype=dtype, device=device, requires_grad=True)
+        torch.zeros((), dtype=dtype, device=device).expand(count, *shape).requires_grad_()
         for shape, dtype in plan.layers.values()
     ]
     copies = [weights[n].expand(count, *weights[n].shape).requires_grad_() for n in plan.others]

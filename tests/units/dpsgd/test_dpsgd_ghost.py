@@ -197,6 +197,9 @@ MODULES: dict[str, tuple[Callable[[], Any], Any, int]] = {
     "channels as sequences": (partial(recurrent, nn.GRU, folded=True), (5, 6), 0),
 }
 
+# What `vmap` has no rule for.
+ONE_BY_ONE = {"branches", "channels as sequences", "packed", "projected"}
+
 
 def model_of(module: Any) -> Any:
     """Return a model whose loss is the sum of sines of each number, times the target."""
@@ -210,15 +213,18 @@ def model_of(module: Any) -> Any:
 
 @pytest.mark.filterwarnings("ignore:Full backward hook", "ignore:LSTM with projections")
 @pytest.mark.parametrize("kind", MODULES)
-def test_norms_and_sums_are_those_of_gradients(kind: str) -> None:
+def test_norms_and_sums_are_those_of_gradients(kind: str, monkeypatch: Any) -> None:
     torch.manual_seed(1)
     make, shape, known = MODULES[kind]
+    alone, one_by_one = [], records._one_by_one
+    monkeypatch.setattr(records, "_one_by_one", lambda *a: alone.append(1) or one_by_one(*a))
     shapes = shape if isinstance(shape, list) else [shape]
     x = [torch.randint(0, 11, (7, s)) if isinstance(s, int) else torch.randn(7, *s) for s in shapes]
     model = model_of(make())
     assert_alone(model, x if isinstance(shape, list) else x[0], torch.randn(7), 3)
     (plan,) = plans._PLANS[model._raw_model.module].values()
     assert len(plan.layers) == known
+    assert bool(alone) == (kind in ONE_BY_ONE)
 
 
 def test_a_layer_that_is_exchanged_is_looked_at_again_and_no_module_is_kept_alive() -> None:
