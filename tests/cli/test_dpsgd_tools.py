@@ -1,7 +1,5 @@
 """The command line of DP-SGD: noise for a budget, and what was spent."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json
@@ -14,16 +12,18 @@ from typing import Any
 import pytest
 import report_runs
 from declearn.main.config import FLRunConfig
-from declearn.main.utils import Checkpointer
 from declearn.optimizer import Optimizer
+from report_runs import Node
 
 import fedclip
 from fedclip.privacy.accounting import Release, epsilon
 from fedclip.privacy.ledger import Ledger
 
+pytest.importorskip("dp_accounting")
+
+call = partial(report_runs.call, "privacy")
+BUDGET = ("calibrate", "--epsilon", 3, "--rounds", 10, "--records", 400, "--batch-size", 64)
 ENDS = ["1e-320", "0.5", "inf", "nan", "1e-12", "1e308", "-1", "1", "0", "1e10"]
-
-
 COMMANDS = [
     "plan --epsilon {} --rounds 10 --clients 10 --values 100",
     "plan --epsilon {} --rounds 9223372036854775807 --clients 10 --relation replace-one",
@@ -31,17 +31,6 @@ COMMANDS = [
     "calibrate --epsilon {} --rounds 3 --records 40 --batch-size 50 --values 100",
     "calibrate --epsilon 1 --rounds 3 --records 40 --batch-size 50 --delta {}",
 ]
-
-pytest.importorskip("dp_accounting")
-
-
-call = partial(report_runs.call, "privacy")
-
-
-BUDGET = ("calibrate", "--epsilon", 3, "--rounds", 10, "--records", 400, "--batch-size", 64)
-
-
-# -- calibrate ---------------------------------------------------------------------------------
 
 
 def test_its_lines_are_a_configuration() -> None:
@@ -69,7 +58,6 @@ def test_it_says_when_there_are_too_few_records() -> None:
     assert "not below 1 / 9 records" in call("calibrate", *least, "--delta", 0.2).stdout
 
 
-# -- spent -------------------------------------------------------------------------------------
 def exported(*arguments: object) -> list[dict[str, str]]:
     return [*csv.DictReader(io.StringIO(call("spent", *arguments, "--csv", "-").stdout))]
 
@@ -121,14 +109,14 @@ def test_what_can_not_be_read_is_said(tmp_path: Path) -> None:
 
 def test_the_name_of_a_checkpoint_need_not_be_the_newest(tmp_path: Path) -> None:
     """Local time goes back by an hour in autumn."""
-    settings = {"noise_multiplier": 2.0, "expected_clients": 20, "delta": 1e-3}
-    settings["relation"] = "replace-one"
-    optimizer = Optimizer(lrate=1.0, modules=[("update-clip-server", settings)])
-    budget: Any = optimizer.modules[0].budget  # type: ignore[attr-defined]
-    saved = Checkpointer(str(tmp_path / "server"))
+    noise = {"noise_multiplier": 2.0, "expected_clients": 20, "delta": 1e-3}
+    server = Node(
+        tmp_path / "server", [("update-clip-server", {**noise, "relation": "replace-one"})]
+    )
+    module: Any = server.optimizer.modules[0]
     for stamp in ("26-10-25_02-59-00", "26-10-25_02-01-00"):
-        budget.ledger.reserve(2.0, 1.0, 3)
-        saved.save_optimizer(optimizer, timestamp=stamp)
+        module.budget.ledger.reserve(2.0, 1.0, 3)
+        server.checkpointer.save_optimizer(server.optimizer, timestamp=stamp)
     (found,) = json.loads(call("spent", tmp_path, "--json").stdout)
     assert (found["protects"], found["delta"]) == ("client", 1e-3)
     assert found["epsilons"]["closed form"] == epsilon([Release(2.0, 6)], 1e-3, "replace-one")
