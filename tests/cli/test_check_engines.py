@@ -4,6 +4,7 @@
 import json
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from fedclip.site.gate import Gate
 from fedclip.site.policy import Policy
 from fedclip.updates.bound import AdaptiveBound
 
-PARTS = ("noise", "sampler", "evaluate", "early_stop")
 NOISE = "noise-multiplier = 1.0\nexpected-clients = 10\n"
 
 
@@ -99,9 +99,10 @@ def test_each_engine_is_judged_by_one_list(
     with tempfile.TemporaryDirectory() as folder:
         of_declearn, *others = judged(Path(folder), table, rounds, evaluates)
     bound = AdaptiveBound(**table, start_norm=1.0)
+    parts = {part: part for part in ("noise", "sampler", "evaluate", "early_stop")}
     wanted = {
         f"{void.level}: {void.message}"
-        for void in voids_of(Claim("declearn", bound, rounds, 10), {part: part for part in PARTS})
+        for void in voids_of(Claim("declearn", bound, rounds, 10), parts)
         if void.where == "noise"
     }
     unsure = {text for text in set.union(*others) if "number of all clients" in text}
@@ -136,8 +137,7 @@ def written(folder: Path, more: str) -> Path:
     return path
 
 
-def check(path: Path) -> Any:
-    return call("site", "check", path)
+check = partial(call, "site", "check")
 
 
 def budget(folder: Path) -> tuple[Path, Path]:

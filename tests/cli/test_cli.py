@@ -13,17 +13,9 @@ from cli.test_check import GOOD
 from declearn.optimizer import list_optim_modules
 from helpers import free_port
 from quickruns import write_sites
-from report_runs import Node, call
-from typer.testing import Result
+from report_runs import Node, call, sentence
 
 from fedclip.cli.output import progress
-
-
-def one_sentence(result: Result) -> str:
-    assert "Traceback" not in result.stderr
-    (line,) = result.stderr.strip().splitlines()
-    assert line.startswith("fedclip: ")
-    return line
 
 
 @pytest.fixture
@@ -53,7 +45,7 @@ def test_list_has_every_clipper_and_none_of_declearns() -> None:
 
 
 @pytest.mark.parametrize(
-    ("declearn", "code", "sentence"),
+    ("declearn", "code", "words"),
     [
         ("2.4.0", 1, "fedclip on declearn needs declearn>=2.8,<3, and declearn 2.4.0 is"),
         ("2.8.0", 0, "Clippers work. A server, a client or a command that reads"),
@@ -61,24 +53,22 @@ def test_list_has_every_clipper_and_none_of_declearns() -> None:
         ("2.10.0", 0, "Clippers work."),
     ],
 )
-def test_doctor(declearn: str, code: int, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor(declearn: str, code: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.metadata.version
     monkeypatch.setattr(
         "importlib.metadata.version", lambda name: declearn if name == "declearn" else real(name)
     )
     result = call("doctor")
-    assert result.exit_code == code
-    assert sentence in (one_sentence(result) if code else result.stdout)
-    assert ("pip install" in result.output) == bool(sentence)
+    said = sentence("doctor") if code else result.stdout
+    assert (result.exit_code, words in said) == (code, True)
+    assert ("pip install" in said) == bool(words)
 
 
 def test_translate_of_nothing_known() -> None:
-    result = call("translate", "optax", "clip_by_globl_norm")
-    assert result.exit_code == 1
-    assert "did you mean 'clip_by_global_norm'?" in one_sentence(result)
-    result = call("translate", "optax", "clip_by_global_norm", "0.5")
-    assert result.exit_code == 2
-    assert "'0.5' must be PARAMETER=VALUE" in one_sentence(result)
+    said = sentence("translate", "optax", "clip_by_globl_norm")
+    assert "did you mean 'clip_by_global_norm'?" in said
+    said = sentence("translate", "optax", "clip_by_global_norm", "0.5", code=2)
+    assert "'0.5' must be PARAMETER=VALUE" in said
 
 
 def test_check_counts_notes_and_is_strict_if_asked(file: Path) -> None:
@@ -118,16 +108,15 @@ def test_quickrun_does_not_start_what_would_fail(file: Path) -> None:
     assert "nothing was started" in result.stderr
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        result = call("quickrun", write(file, port=port))
-    assert result.exit_code == 1
-    assert f"port {port} on 127.0.0.1 is in use" in one_sentence(result)
+        said = sentence("quickrun", write(file, port=port))
+    assert f"port {port} on 127.0.0.1 is in use" in said
     write(file, port=free_port())
-    assert "[data] No folder starting with 'data'" in one_sentence(call("quickrun", file))
+    assert "[data] No folder starting with 'data'" in sentence("quickrun", file)
     write_sites(file.parent, {"c0": 8})
     model = (file.parent / "model.py").rename(file.parent / "model.txt")
-    assert "there is no model file" in one_sentence(call("quickrun", file))
+    assert "there is no model file" in sentence("quickrun", file)
     file.write_text(f"{file.read_text()}[model]\nmodel_file = '{model}'\n")
-    assert "it is a Python file" in one_sentence(call("quickrun", file))
+    assert "it is a Python file" in sentence("quickrun", file)
 
 
 def test_interrupted_it_points_to_the_report(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,9 +127,7 @@ def test_interrupted_it_points_to_the_report(file: Path, monkeypatch: pytest.Mon
     write_sites(file.parent, {"c0": 8})
     monkeypatch.setattr("fedclip.engines.declearn.quickrun.Federation.run", interrupted)
     monkeypatch.chdir(file.parent)
-    result = call("quickrun")
-    assert result.exit_code == 130
-    assert one_sentence(result).endswith("fedclip report result")
+    assert sentence("quickrun", code=130).endswith("fedclip report result")
 
 
 def test_on_a_terminal_a_line_is_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,15 +168,11 @@ LONG = "x" * 5_000
 
 @pytest.mark.parametrize("command", ["report", "check", "quickrun", "run", "demo"])
 def test_a_path_that_no_system_takes_is_a_sentence(command: str) -> None:
-    result = call(command, LONG)
-    assert result.exit_code == (1 if command == "demo" else 2), result.output
-    one_sentence(result)
+    assert sentence(command, LONG, code=1 if command == "demo" else 2)
 
 
 @pytest.mark.slow
 def test_what_can_not_be_written_is_a_sentence(run: Path) -> None:
     for option in ("--csv", "--html"):
         for file in (run, run / LONG):
-            result = call("report", run, option, file)
-            assert result.exit_code == 1
-            assert "cannot write" in one_sentence(result)
+            assert "cannot write" in sentence("report", run, option, file)

@@ -204,8 +204,7 @@ def test_mistakes_in_its_section_are_found_before(write: Any) -> None:
         "seed = -1": "seed must be an int >= 0",
     }.items():
         result = call("simulate", write(more=f"[simulate]\n{line}\n"))
-        assert result.exit_code == 1
-        assert text in result.stderr
+        assert (result.exit_code, text in result.stderr) == (1, True), result.output
 
 
 def test_numbers_and_best_weights_are_those_of_the_healthy_sites(write: Any) -> None:

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 from cli.test_check import GOOD
 from declearn.optimizer import Optimizer
-from report_runs import Node, call
+from report_runs import Node, call, sentence
 
 from fedclip.cli.check.configuration import check_config
 from fedclip.cli.suggest import advised
 from fedclip.report import read_report
 from fedclip.report.findings import Advice
 
+VALUE = ["value-clip", {"max_value": 1.0}]
 CLIENT = '[\n  "no-op",       # only looks\n  ["momentum", { beta = 0.9 }],\n]'
 CONFIG = "# a comment on top\n" + GOOD.replace('["norm-clip"]', CLIENT)
 CONFIG = CONFIG.replace('"averaging"', '"averaging"   # one weight for each')
@@ -41,7 +42,7 @@ def looked(tmp_path: Path) -> Path:
 
 
 def test_each_proposal_says_what_it_would_have_clipped_of_each_client(looked: Path) -> None:
-    found = {proposal.name: proposal for proposal in advice_of(looked).proposals}
+    found = {proposal.name: proposal for proposal in advised(read_report(looked), "").proposals}
     names = "step.fixed step.learnt step.shared update.fixed update.adaptive"
     assert set(found) == {*names.split()}
     fixed = found["step.fixed"]
@@ -59,19 +60,18 @@ def test_each_proposal_says_what_it_would_have_clipped_of_each_client(looked: Pa
     [
         ("no-op", [1.0] * 19, "19 norms are too few"),
         ("no-op", [0.0] * 40, "no limit can be chosen"),
-        ("value-clip", [1.0] * 40, "the norms of steps were not measured"),
+        (VALUE, [1.0] * 40, "the norms of steps were not measured"),
     ],
 )
-def test_too_little_is_said(tmp_path: Path, module: str, norms: list[float], words: str) -> None:
-    spec = ["value-clip", {"max_value": 1.0}] if module == "value-clip" else module
-    Node(tmp_path, [spec]).round(norms)
+def test_too_little_is_said(tmp_path: Path, module: Any, norms: list[float], words: str) -> None:
+    Node(tmp_path, [module]).round(norms)
     result = call("suggest", tmp_path)
     assert result.exit_code == 0
     assert words in " ".join(result.stdout.split())
 
 
 def test_with_noise_nobody_is_asked_to_measure(tmp_path: Path) -> None:
-    Node(tmp_path / "a", [["value-clip", {"max_value": 1.0}]]).round([1.0] * 40)
+    Node(tmp_path / "a", [VALUE]).round([1.0] * 40)
     noise = {"noise_multiplier": 2.0, "expected_clients": 3, "delta": 1e-3}
     server = Node(tmp_path / "server", [["update-clip-server", noise]])
     server.checkpointer.save_optimizer(server.optimizer, timestamp="01")
@@ -90,13 +90,10 @@ def file(tmp_path: Path) -> Path:
 def test_a_proposal_is_written_and_the_rest_stays(looked: Path, file: Path, name: str) -> None:
     result = call("suggest", looked, "--use", name, "--write", file)
     assert result.exit_code == 0, result.stderr
-    text = file.read_text()
     assert check_config(file).ok
-    for kept in ("# a comment on top", 'momentum", { beta = 0.9 }', "[run.training]\n"):
-        assert kept in text
-    if name != "update.adaptive":
-        assert "# one weight for each" in text
-    assert "# only looks" in text
+    kept = ["# a comment on top", 'momentum", { beta = 0.9 }', "[run.training]\n", "# only looks"]
+    kept += ["# one weight for each"] * (name != "update.adaptive")
+    assert all(part in file.read_text() for part in kept)
     assert [p.name for p in file.parent.iterdir() if "fedclip" in p.name] == []
 
 
@@ -111,10 +108,7 @@ def test_a_proposal_is_written_and_the_rest_stays(looked: Path, file: Path, name
 )
 def test_no_proposal_is_written(looked: Path, file: Path, text: str, name: str, words: str) -> None:
     file.write_text(text)
-    result = call("suggest", looked, "--use", name, "--write", file)
-    assert result.exit_code == 1
-    assert words in result.stderr
-    assert "Traceback" not in result.stderr
+    assert words in sentence("suggest", looked, "--use", name, "--write", file)
     assert file.read_text() == text
 
 
@@ -130,31 +124,23 @@ def test_of_a_run_in_the_folder_of_another_the_newest_is_taken(looked: Path, inn
         assert ('"c"' in result.stdout) == (inner == "old")
 
 
-def test_the_first_one_is_written_and_a_name_is_checked(looked: Path, file: Path) -> None:
+def test_the_command_that_is_shown_writes_the_first_one(looked: Path, file: Path) -> None:
     folder = looked.rename(file.parent / "my run")
     _, _, command = call("suggest", folder).stdout.splitlines()[-1].partition("fedclip ")
     assert call(*(file if w == file.name else w for w in shlex.split(command))).exit_code == 0
     text = file.read_text()
     assert "norm-clip" in text
     assert "server_opt" not in text
-    wrong = call("suggest", folder, "--use", "step.fixd")
-    assert wrong.exit_code == 1
-    assert "did you mean 'step.fixed'?" in wrong.stderr
 
 
 def test_what_will_not_help_is_written_by_name_only(tmp_path: Path, file: Path) -> None:
     a_run(tmp_path, odd(1.0), odd(1.0))
-    refused = call("suggest", tmp_path, "--write", file)
-    assert (refused.exit_code, file.read_text()) == (1, CONFIG)
-    assert "name it: --use NAME" in refused.stderr
+    assert "name it: --use NAME" in sentence("suggest", tmp_path, "--write", file)
+    assert file.read_text() == CONFIG
     shown = call("suggest", tmp_path).stdout
     assert "To write it" not in shown
     assert "To see it in full:  --use update.fixed" in shown.splitlines()[-1]
     assert call("suggest", tmp_path, "--write", file, "--use", "step.learnt").exit_code == 0
-
-
-def advice_of(folder: Path) -> Advice:
-    return advised(read_report(folder), "")
 
 
 CLIENTS = [f"site-{letter}" for letter in "abcde"]
@@ -173,7 +159,7 @@ def a_run(folder: Path, steps: Scale, updates: Scale | None = None, seed: int = 
             norms = steps(round_, place) * rng.lognormal(0, 0.3, 8)
             update = updates(round_, place) * rng.lognormal(0, 0.2) if updates else 0.0
             node.round(norms, update=update, save=round_ == 10)
-    return advice_of(folder)
+    return advised(read_report(folder), "")
 
 
 def odd(times: float) -> Scale:
@@ -261,7 +247,7 @@ def test_the_metric_of_each_site_is_looked_at(
         server.save_metrics(found, f"metrics_{name}", timestamp="1")
     server.save_metrics({"loss": 0.5}, timestamp="1")
     server.save_optimizer(Optimizer(lrate=1.0), timestamp="1")
-    advice = advice_of(tmp_path)
+    advice = advised(read_report(tmp_path), "")
     assert said in " ".join([advice.answer, *advice.findings])
     assert advice.start == ""
 
@@ -269,7 +255,7 @@ def test_the_metric_of_each_site_is_looked_at(
 def test_a_model_that_has_diverged(tmp_path: Path) -> None:
     a_run(tmp_path, lambda round_, place: 2.0**round_, None)
     Node(tmp_path / "server", []).round([], metrics={"loss": float("nan")})
-    advice = advice_of(tmp_path)
+    advice = advised(read_report(tmp_path), "")
     assert advice.start == "step.fixed"
     assert "has diverged" in advice.answer
     # By the first round: what came later is of no use.
