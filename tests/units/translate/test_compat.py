@@ -18,7 +18,7 @@ from fedclip.privacy.accounting import RELATIONS, Release, epsilon
 
 
 def required(parameters: dict[str, Any]) -> dict[str, Any]:
-    values = {"clip_percentile": 10, "pct": 90, "sample_size": 4, "clip_value_min": -1}
+    values: Any = {"clip_percentile": 10, "pct": 90, "sample_size": 4, "clip_value_min": -1}
     values |= {"min_clipbound": 0.1, "max_clipbound": 3.0, "num_sampled_clients": 3, "min_val": -1}
     needed = [key for key, default in parameters.items() if default is translate.values.REQUIRED]
     given = {key: values.get(key, 0.5) for key in needed}
