@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What all tests share: quiet frameworks, and the choice of those to test with."""
 
-from __future__ import annotations
-
 import gc
 import os
 import re

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`fedclip check` on Flower and NVFlare, and `fedclip site check` on the policy of a site."""
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ from fedclip.site.gate import Gate
 from fedclip.site.policy import Policy
 from fedclip.updates.bound import AdaptiveBound
 
-PARTS = ("noise", "sampler", "evaluate", "early_stop")
 NOISE = "noise-multiplier = 1.0\nexpected-clients = 10\n"
 
 
@@ -41,41 +39,38 @@ NOISE = "noise-multiplier = 1.0\nexpected-clients = 10\n"
         ("update-clip", "start-norm = 1.0\n[other]", "", ""),
     ],
 )
-def test_the_settings_of_an_app_of_flower(
-    tmp_path: Path, section: str, text: str, level: str, said: str
-) -> None:
+def test_settings_of_flower(tmp_path: Path, section: str, text: str, level: str, said: str) -> None:
     app = "[tool.flwr.app.config]\nnum-server-rounds = 25\nfraction-evaluate = 0.0\n"
     (tmp_path / "pyproject.toml").write_text(f"{app}[tool.flwr.app.config.{section}]\n{text}\n")
-    found = [(f.level, f.where) for f in check_config(tmp_path).findings]
-    assert found == [(level, "[tool.flwr.app.config.update-clip]")] * bool(level)
-    assert all(said in f.message for f in check_config(tmp_path).findings)
+    found = check_config(tmp_path).findings
+    wanted = [(level, "[tool.flwr.app.config.update-clip]")] * bool(level)
+    assert [(f.level, f.where) for f in found] == wanted
+    assert all(said in f.message for f in found)
     assert not check_config(tmp_path, quickrun=True).ok
 
 
 def judged(folder: Path, table: dict[str, Any], rounds: int, evaluates: bool) -> list[set[str]]:
     """Return the problems and leaks of the same settings on declearn, Flower and NVFlare."""
-    inline = toml_value({**table, "start_norm": 1.0})
-    server = f'["update-clip-server", {inline}]'
+    settings = {**table, "start_norm": 1.0}
+    optim = {
+        "aggregator": "clipped-averaging",
+        "client_opt": {"lrate": 0.5, "modules": ["update-clip-client"]},
+        "server_opt": {"lrate": 1.0, "modules": [["update-clip-server", settings]]},
+    }
     network = {"protocol": "fedclip-websockets", "host": "127.0.0.1", "port": 8765}
     run = {"rounds": rounds, "register": 10, "training": {"batch_size": 8}}
-    (folder / "config.toml").write_text(
-        f"network = {toml_value(network)}\ndata = {{}}\nrun = {toml_value(run)}\n[optim]\n"
-        'aggregator = "clipped-averaging"\nclient_opt = {lrate = 0.5, modules = '
-        f'["update-clip-client"]}}\nserver_opt = {{lrate = 1.0, modules = [{server}]}}\n'
-    )
-    flower = {"num-server-rounds": rounds, "update-clip": {**table, "start_norm": 1.0}}
+    config = {"network": network, "data": {}, "run": run, "optim": optim}
+    lines = [f"{name} = {toml_value(value)}\n" for name, value in config.items()]
+    (folder / "config.toml").write_text("".join(lines))
+    flower = {"num-server-rounds": rounds, "update-clip": settings}
     flower |= {} if evaluates else {"fraction-evaluate": 0.0}
     (folder / "app").mkdir(exist_ok=True)
-    (folder / "app" / "pyproject.toml").write_text(
-        f"[tool.flwr.app]\nconfig = {toml_value(flower)}\n"
-    )
+    (folder / "app/pyproject.toml").write_text(f"[tool.flwr.app]\nconfig = {toml_value(flower)}\n")
     job = folder / "job" / "app" / "config"
     job.mkdir(parents=True, exist_ok=True)
-    aggregator = {"path": "fedclip.engines.nvflare.clipping.CloseRound"}
-    workflow = {
-        "aggregator": {**aggregator, "args": {"settings": {**table, "start_norm": 1.0}}},
-        "num_rounds": rounds,
-    }
+    aggregator: dict[str, Any] = {"path": "fedclip.engines.nvflare.clipping.CloseRound"}
+    aggregator["args"] = {"settings": settings}
+    workflow = {"aggregator": aggregator, "num_rounds": rounds}
     selector = [{"path": "nvflare.app_common.widgets.intime_model_selector.IntimeModelSelector"}]
     content = {"workflows": [{"args": workflow}], "components": selector * evaluates}
     (job / "config_fed_server.json").write_text(json.dumps(content))
@@ -104,9 +99,10 @@ def test_each_engine_is_judged_by_one_list(
     with tempfile.TemporaryDirectory() as folder:
         of_declearn, *others = judged(Path(folder), table, rounds, evaluates)
     bound = AdaptiveBound(**table, start_norm=1.0)
+    parts = {part: part for part in ("noise", "sampler", "evaluate", "early_stop")}
     wanted = {
         f"{void.level}: {void.message}"
-        for void in voids_of(Claim("declearn", bound, rounds, 10), {part: part for part in PARTS})
+        for void in voids_of(Claim("declearn", bound, rounds, 10), parts)
         if void.where == "noise"
     }
     unsure = {text for text in set.union(*others) if "number of all clients" in text}
@@ -134,64 +130,59 @@ def test_a_leak_ends_the_command_with_1_and_stops_no_run(tmp_path: Path) -> None
         assert ("  leak " in done.stdout) == evaluates
 
 
-MODEL = {"w": np.zeros((2, 2), "float32"), "b": np.zeros(2, "float32")}
-NEEDS = "[update]\nmax_norm = 0.5\n"
-
-
-def written(folder: Path, text: str) -> Path:
+def written(folder: Path, more: str) -> Path:
     path = folder / "site.toml"
-    path.write_text(text)
+    path.write_text(f"[update]\nmax_norm = 0.5\n{more}")
     path.chmod(0o600)
     return path
 
 
-def check(path: Path) -> Any:
-    return call("site", "check", path)
+check = partial(call, "site", "check")
 
 
-def budget(folder: Path) -> Path:
+def budget(folder: Path) -> tuple[Path, Path]:
+    """Return a policy, and the ledger of its budget, in a new folder."""
     ledger = folder / "kept" / "spent.json"
-    ledger.parent.mkdir()
-    ledger.parent.chmod(0o700)
+    ledger.parent.mkdir(mode=0o700)
     more = f"noise_multiplier = 2\nmax_epsilon = 10\ndelta = 1e-5\nledger = '{ledger.as_posix()}'\n"
-    return written(folder, NEEDS + more)
+    return written(folder, more), ledger
 
 
 def test_a_policy_is_explained(tmp_path: Path) -> None:
-    plain = check(written(tmp_path, f"{NEEDS}allow_metrics = ['loss']"))
+    plain = check(written(tmp_path, "allow_metrics = ['loss']"))
     assert plain.exit_code == 0, plain.output
     assert "L2 norm of at most 0.5;" in plain.output
     assert "without noise: an update can reveal data" in plain.output
     assert "without limit or accounting: loss" in plain.output
-    path = budget(tmp_path)
+    path, ledger = budget(tmp_path)
     assert "spent: epsilon 0 by 0 updates" in check(path).output
     # Nothing is made by looking.
-    assert not (tmp_path / "kept" / "spent.json").exists()
-    gate = Gate(Policy.read(path))
+    assert not ledger.exists()
+    gate, model = Gate(Policy.read(path)), {"w": np.zeros((2, 2), "float32")}
     for _ in range(3):
-        gate.update(MODEL)
+        gate.update(model)
     found = check(path)
     assert found.exit_code == 0, found.output
     assert "standard deviation 1 is added" in found.output
     assert "spent: epsilon 8.385 by 3 updates" in found.output
     assert "remaining: 1 updates" in found.output
-    gate.update(MODEL)
+    gate.update(model)
     found = check(path)
     assert found.exit_code == 1
     assert "budget of this site is spent: it sends no more updates" in found.stderr
 
 
 def test_problems_of_a_policy_are_said(tmp_path: Path) -> None:
-    path = budget(tmp_path)
-    (tmp_path / "kept").rmdir()
+    path, ledger = budget(tmp_path)
+    ledger.parent.rmdir()
     assert "does not exist: create it" in check(path).stderr
-    (tmp_path / "kept").mkdir(mode=0o700)
-    Ledger(9.0, 1e-5, tmp_path / "kept" / "spent.json", data="9 records")
+    ledger.parent.mkdir(mode=0o700)
+    Ledger(9.0, 1e-5, ledger, data="9 records")
     assert "is a ledger of records" in check(path).stderr
-    (tmp_path / "kept" / "spent.json").write_text("")
+    ledger.write_text("")
     assert "is not a ledger" in check(path).stderr
-    (tmp_path / "kept" / "spent.json").unlink()
-    (tmp_path / "kept").chmod(0o777)
+    ledger.unlink()
+    ledger.parent.chmod(0o777)
     if sys.platform != "win32":
         found = check(path)
         assert found.exit_code == 1

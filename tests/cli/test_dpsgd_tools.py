@@ -1,7 +1,5 @@
 """The command line of DP-SGD: noise for a budget, and what was spent."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json
@@ -14,16 +12,18 @@ from typing import Any
 import pytest
 import report_runs
 from declearn.main.config import FLRunConfig
-from declearn.main.utils import Checkpointer
 from declearn.optimizer import Optimizer
+from report_runs import Node
 
 import fedclip
 from fedclip.privacy.accounting import Release, epsilon
 from fedclip.privacy.ledger import Ledger
 
+pytest.importorskip("dp_accounting")
+
+call = partial(report_runs.call, "privacy")
+BUDGET = ("calibrate", "--epsilon", 3, "--rounds", 10, "--records", 400, "--batch-size", 64)
 ENDS = ["1e-320", "0.5", "inf", "nan", "1e-12", "1e308", "-1", "1", "0", "1e10"]
-
-
 COMMANDS = [
     "plan --epsilon {} --rounds 10 --clients 10 --values 100",
     "plan --epsilon {} --rounds 9223372036854775807 --clients 10 --relation replace-one",
@@ -31,17 +31,6 @@ COMMANDS = [
     "calibrate --epsilon {} --rounds 3 --records 40 --batch-size 50 --values 100",
     "calibrate --epsilon 1 --rounds 3 --records 40 --batch-size 50 --delta {}",
 ]
-
-pytest.importorskip("dp_accounting")
-
-
-call = partial(report_runs.call, "privacy")
-
-
-BUDGET = ("calibrate", "--epsilon", 3, "--rounds", 10, "--records", 400, "--batch-size", 64)
-
-
-# -- calibrate ---------------------------------------------------------------------------------
 
 
 def test_its_lines_are_a_configuration() -> None:
@@ -69,7 +58,6 @@ def test_it_says_when_there_are_too_few_records() -> None:
     assert "not below 1 / 9 records" in call("calibrate", *least, "--delta", 0.2).stdout
 
 
-# -- spent -------------------------------------------------------------------------------------
 def exported(*arguments: object) -> list[dict[str, str]]:
     return [*csv.DictReader(io.StringIO(call("spent", *arguments, "--csv", "-").stdout))]
 
@@ -107,28 +95,26 @@ def test_no_text_of_an_export_is_a_formula_to_a_spreadsheet(tmp_path: Path) -> N
 
 def test_what_can_not_be_read_is_said(tmp_path: Path) -> None:
     (tmp_path / "privacy_spent.json").write_text("{}")
-    for arguments, said in [
-        ((tmp_path / "nothing",), "there is no "),
-        ((tmp_path / "privacy_spend.json",), "did you mean 'privacy_spent.json'?"),
-        ((tmp_path,), "is not a ledger of privacy spent"),
-    ]:
-        done = call("spent", *arguments)
-        assert done.exit_code == 2, done.stdout
-        assert said in done.stderr
+    for name, said in {
+        "nothing": "there is no ",
+        "privacy_spend.json": "did you mean 'privacy_spent.json'?",
+        "privacy_spent.json": "is not a ledger of privacy spent",
+        ".": "is not a ledger of privacy spent",
+    }.items():
+        assert said in report_runs.sentence("privacy", "spent", tmp_path / name, code=2)
     (tmp_path / "privacy_spent.json").unlink()
     assert "shows no spent privacy budget" in call("spent", tmp_path).stderr
 
 
 def test_the_name_of_a_checkpoint_need_not_be_the_newest(tmp_path: Path) -> None:
     """Local time goes back by an hour in autumn."""
-    settings = {"noise_multiplier": 2.0, "expected_clients": 20, "delta": 1e-3}
-    settings["relation"] = "replace-one"
-    optimizer = Optimizer(lrate=1.0, modules=[("update-clip-server", settings)])
-    budget: Any = optimizer.modules[0].budget  # type: ignore[attr-defined]
-    saved = Checkpointer(str(tmp_path / "server"))
+    noise: dict[str, Any] = {"noise_multiplier": 2.0, "expected_clients": 20, "delta": 1e-3}
+    noise["relation"] = "replace-one"
+    server = Node(tmp_path / "server", [("update-clip-server", noise)])
+    module: Any = server.optimizer.modules[0]
     for stamp in ("26-10-25_02-59-00", "26-10-25_02-01-00"):
-        budget.ledger.reserve(2.0, 1.0, 3)
-        saved.save_optimizer(optimizer, timestamp=stamp)
+        module.budget.ledger.reserve(2.0, 1.0, 3)
+        server.checkpointer.save_optimizer(server.optimizer, timestamp=stamp)
     (found,) = json.loads(call("spent", tmp_path, "--json").stdout)
     assert (found["protects"], found["delta"]) == ("client", 1e-3)
     assert found["epsilons"]["closed form"] == epsilon([Release(2.0, 6)], 1e-3, "replace-one")
@@ -138,8 +124,7 @@ def test_the_name_of_a_checkpoint_need_not_be_the_newest(tmp_path: Path) -> None
     (tmp_path / "server" / "optimizer_state_26-10-26_00-00-00.mpk").write_bytes(b"\xc1")
     assert "cannot read the checkpoint" in call("spent", tmp_path).stderr
     (tmp_path / "server" / "optimizer_config.json").write_text("[" * 90_000)
-    done = call("spent", tmp_path)
-    assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
+    assert report_runs.sentence("privacy", "spent", tmp_path, code=2)
 
 
 @pytest.mark.parametrize(
@@ -150,11 +135,6 @@ def test_the_ends_of_numbers_are_a_number_or_a_sentence(command: str, value: str
     done = call(*command.format(value).split())
     assert isinstance(done.exception, SystemExit | None)
     if done.exit_code:
-        assert done.exit_code == 2
-        assert done.stderr.startswith("fedclip: ")
-        assert done.stderr.count("\n") == 1
-    else:
-        assert "nan" not in done.stdout
-        # Nothing that is printed is below 0.
-        assert not re.search(r"(?<!\w)-\d", done.stdout)
-        assert "inf" not in done.stdout.replace("infinite", "")
+        assert (done.exit_code, done.stderr[:9], done.stderr.count("\n")) == (2, "fedclip: ", 1)
+    # Nothing that is printed is below 0.
+    assert not re.search(r"(?<!\w)-\d|nan|inf(?!inite)", done.stdout)

@@ -1,28 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Any file of bytes gives findings or a sentence; a failure prints the seed that gives it again."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 
 import pytest
+from checkouts import ROOT
 from report_runs import Node, call
 from typer.testing import Result
 
+MANY = pytest.param(range(100, 10_100), marks=pytest.mark.soak)
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.timeout(1800),
-    pytest.mark.parametrize(
-        "seeds",
-        [range(100), pytest.param(range(100, 10_100), marks=pytest.mark.soak)],
-        ids=["some", "many"],
-    ),
+    pytest.mark.parametrize("seeds", [range(100), MANY], ids=["some", "many"]),
 ]
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-CONFIGS = [file.read_text() for file in sorted(EXAMPLES.glob("*/*.toml"))]
+CONFIGS = [file.read_text() for file in sorted(ROOT.glob("examples/*/*.toml"))]
 VALUES = [
     *("nan", "inf", "-1", "0", "1e308", "-0.0", "true", "1979-05-27", "07:32:00", "2e-324", "0x10"),
     *('""', '"x"', '"[/x]"', r'"\u001b[31m"', r'"\u0000"', '"../../.."', '"/"', '"%s {0} $x"'),

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ranking of settings, and `fedclip compare`: by the metric of each site, over seeds."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from cli.test_simulate import write  # noqa: F401
 from report_runs import Node, call, large_run
 
 from fedclip.cli.reporting import NONE, Ranking
@@ -21,39 +18,28 @@ NAN = float("nan")
 
 def standings(metric: str = "accuracy", **values: list[list[float]]) -> Ranking:
     """Return the ranking with these values at a, b and c, seed by seed; c is an outlier."""
+
+    def result(seed: int, row: list[float]) -> Result:
+        sites = zip("abc", row, strict=True)
+        return Result({s: {"loss": seed * abs(value), metric: value} for s, value in sites}, ["c"])
+
     found = {
-        name.replace("_", " "): {
-            str(seed): Result(
-                {
-                    site: {"loss": seed * abs(value), metric: value}
-                    for site, value in zip("abc", row, strict=True)
-                },
-                ["c"],
-            )
-            for seed, row in enumerate(rows, 1)
-        }
+        name.replace("_", " "): {str(i): result(i, row) for i, row in enumerate(rows, 1)}
         for name, rows in values.items()
     }
     return Ranking(found, NONE)
 
 
 BARE = [[0.80, 0.70, 0.5], [0.84, 0.60, 0.4], [0.79, 0.66, 0.6]]
-
-
 RAISED = [[a + 0.1 + d, b + 0.1, 0.0] for (a, b, _), d in zip(BARE, (0.0, 0.01, 0.02), strict=True)]
-
-
 ODD_ONLY = [[a, b, 1.0] for a, b, _ in BARE]
+WORSE_AT_B = [[0.99, b - 0.02 - a / 100, 0] for a, b, _ in BARE]
 
 
 @pytest.mark.parametrize(
     ("found", "winner", "words"),
     [
-        (
-            standings(no_clipping=BARE, x=RAISED),
-            "x",
-            "with it is b, 0.75 ± 0.13; with no clipping b, 0.65",
-        ),
+        (standings(no_clipping=BARE, x=RAISED), "x", "b, 0.75 ± 0.13; with no clipping b, 0.65"),
         (standings(no_clipping=RAISED, x=BARE), "", "The nearest is x: -0.105 ± 0.012"),
         # What an odd site gains or loses is shown, and decides nothing.
         (standings(no_clipping=BARE, x=ODD_ONLY), "", "No setting is better"),
@@ -63,17 +49,9 @@ ODD_ONLY = [[a, b, 1.0] for a, b, _ in BARE]
         (standings("loss", no_clipping=RAISED, x=BARE), "x", "The highest site with it is a, 0.81"),
         # Accuracies may be the same where losses are not.
         (standings(no_clipping=[BARE[0]] * 3, x=RAISED), "x", "than its interval"),
-        (
-            standings(no_clipping=[*BARE[:2], [NAN] * 3], x=RAISED),
-            "x",
-            "With no clipping, the model diverged",
-        ),
+        (standings(no_clipping=[*BARE[:2], [NAN] * 3], x=RAISED), "x", "ping, the model diverged"),
         (standings(no_clipping=BARE, x=[*RAISED[:2], [NAN] * 3]), "", "over 3 seeds)."),
-        (
-            standings(no_clipping=BARE, x=[[0.99, b - 0.02 - a / 100, 0] for a, b, _ in BARE]),
-            "x",
-            "But b does worse by more than the interval.",
-        ),
+        (standings(no_clipping=BARE, x=WORSE_AT_B), "x", "But b does worse by more than the int"),
     ],
 )
 def test_the_answer_is_that_of_the_numbers(found: Ranking, winner: str, words: str) -> None:
@@ -96,10 +74,8 @@ def test_the_majority_share_and_balanced_accuracy_stand_next_to_accuracy() -> No
     assert run.classes() == (pytest.approx(0.98), 0.5)
     assert "accuracy 0.98 (majority class 0.98, balanced 0.5)" in run.in_words()
     found = Ranking({NONE: {"1": run}, "x": {"1": run}}, NONE)
-    assert (
-        "The majority class alone gives 0.98; balanced accuracy: no clipping 0.5, x 0.5."
-        in (found.tables()[0][1])
-    )
+    said = "The majority class alone gives 0.98; balanced accuracy: no clipping 0.5, x 0.5."
+    assert said in found.tables()[0][1]
     settings: Any = found.as_dict()["settings"]
     assert settings[0]["balanced_accuracy"] == 0.5
     # Of a site without a matrix, or with no records, neither is known.
@@ -130,8 +106,7 @@ def test_compare_ranks_by_the_sites_that_are_not_outliers(tmp_path: Path) -> Non
 def test_a_run_in_the_folder_of_another_is_compared_with_it(tmp_path: Path) -> None:
     Node(tmp_path / "outer" / "a", ["norm-clip"]).round([0.5])
     Node(tmp_path / "outer" / "inner" / "a", ["norm-clip"]).round([2.0])
-    facts = json.loads(
-        call("compare", tmp_path / "outer", tmp_path / "outer/inner", "--json").stdout
-    )
+    folders = [tmp_path / "outer", tmp_path / "outer" / "inner"]
+    facts = json.loads(call("compare", *folders, "--json").stdout)
     clipped = {setting["name"]: setting["clipped"] for setting in facts["settings"]}
     assert clipped == {"outer": 0.0, "inner": 1.0}

@@ -1,28 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """`fedclip suggest`: which limit is advised, why, and the lines of TOML that have it."""
 
-from __future__ import annotations
-
 import os
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from cli.test_check import GOOD
 from declearn.optimizer import Optimizer
-from report_runs import Node, call
+from report_runs import Node, call, sentence
 
 from fedclip.cli.check.configuration import check_config
 from fedclip.cli.suggest import advised
-from fedclip.report import norms, read_report
+from fedclip.report import read_report
 from fedclip.report.findings import Advice
-from fedclip.report.norms import FEW
 
-CONFIG = "# a comment on top\n" + GOOD.replace(
-    '["norm-clip"]', '[\n  "no-op",       # only looks\n  ["momentum", { beta = 0.9 }],\n]'
-).replace('"averaging"', '"averaging"   # one weight for each')
+VALUE = ["value-clip", {"max_value": 1.0}]
+CLIENT = '[\n  "no-op",       # only looks\n  ["momentum", { beta = 0.9 }],\n]'
+CONFIG = "# a comment on top\n" + GOOD.replace('["norm-clip"]', CLIENT)
+CONFIG = CONFIG.replace('"averaging"', '"averaging"   # one weight for each')
 CONFIG = CONFIG.replace("[optim.server_opt]\nlrate = 1.0\n", "")
 
 
@@ -43,10 +42,9 @@ def looked(tmp_path: Path) -> Path:
 
 
 def test_each_proposal_says_what_it_would_have_clipped_of_each_client(looked: Path) -> None:
-    found = {proposal.name: proposal for proposal in advice_of(looked).proposals}
-    assert set(found) == {
-        *("step.fixed", "step.learnt", "step.shared", "update.fixed", "update.adaptive")
-    }
+    found = {proposal.name: proposal for proposal in advised(read_report(looked), "").proposals}
+    names = "step.fixed step.learnt step.shared update.fixed update.adaptive"
+    assert set(found) == {*names.split()}
     fixed = found["step.fixed"]
     assert fixed.plugins["client_opt"][1]["max_norm"] == fixed.limit < 2.0
     rows = read_report(looked).select("a", "no-op")
@@ -62,19 +60,18 @@ def test_each_proposal_says_what_it_would_have_clipped_of_each_client(looked: Pa
     [
         ("no-op", [1.0] * 19, "19 norms are too few"),
         ("no-op", [0.0] * 40, "no limit can be chosen"),
-        ("value-clip", [1.0] * 40, "the norms of steps were not measured"),
+        (VALUE, [1.0] * 40, "the norms of steps were not measured"),
     ],
 )
-def test_too_little_is_said(tmp_path: Path, module: str, norms: list[float], words: str) -> None:
-    spec = ["value-clip", {"max_value": 1.0}] if module == "value-clip" else module
-    Node(tmp_path, [spec]).round(norms)
+def test_too_little_is_said(tmp_path: Path, module: Any, norms: list[float], words: str) -> None:
+    Node(tmp_path, [module]).round(norms)
     result = call("suggest", tmp_path)
     assert result.exit_code == 0
     assert words in " ".join(result.stdout.split())
 
 
 def test_with_noise_nobody_is_asked_to_measure(tmp_path: Path) -> None:
-    Node(tmp_path / "a", [["value-clip", {"max_value": 1.0}]]).round([1.0] * 40)
+    Node(tmp_path / "a", [VALUE]).round([1.0] * 40)
     noise = {"noise_multiplier": 2.0, "expected_clients": 3, "delta": 1e-3}
     server = Node(tmp_path / "server", [["update-clip-server", noise]])
     server.checkpointer.save_optimizer(server.optimizer, timestamp="01")
@@ -83,20 +80,21 @@ def test_with_noise_nobody_is_asked_to_measure(tmp_path: Path) -> None:
     assert "no-op" not in shown
 
 
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    (tmp_path / "config.toml").write_text(CONFIG)
+    return tmp_path / "config.toml"
+
+
 @pytest.mark.parametrize("name", ["step.fixed", "step.shared", "update.adaptive"])
-def test_a_proposal_is_written_and_the_rest_stays(looked: Path, tmp_path: Path, name: str) -> None:
-    file = tmp_path / "config.toml"
-    file.write_text(CONFIG)
+def test_a_proposal_is_written_and_the_rest_stays(looked: Path, file: Path, name: str) -> None:
     result = call("suggest", looked, "--use", name, "--write", file)
     assert result.exit_code == 0, result.stderr
-    text = file.read_text()
     assert check_config(file).ok
-    for kept in ("# a comment on top", 'momentum", { beta = 0.9 }', "[run.training]\n"):
-        assert kept in text
-    if name != "update.adaptive":
-        assert "# one weight for each" in text
-    assert "# only looks" in text
-    assert [p.name for p in tmp_path.iterdir() if "fedclip" in p.name] == []
+    kept = ["# a comment on top", 'momentum", { beta = 0.9 }', "[run.training]\n", "# only looks"]
+    kept += ["# one weight for each"] * (name != "update.adaptive")
+    assert all(part in file.read_text() for part in kept)
+    assert [p.name for p in file.parent.iterdir() if "fedclip" in p.name] == []
 
 
 @pytest.mark.parametrize(
@@ -108,15 +106,9 @@ def test_a_proposal_is_written_and_the_rest_stays(looked: Path, tmp_path: Path, 
         ('client_opt = {lrate = 0.1, modules = "no-op"}\n', "step.fixed", "must be a list"),
     ],
 )
-def test_what_can_not_be_written_is_a_sentence(
-    looked: Path, tmp_path: Path, text: str, name: str, words: str
-) -> None:
-    file = tmp_path / "config.toml"
+def test_no_proposal_is_written(looked: Path, file: Path, text: str, name: str, words: str) -> None:
     file.write_text(text)
-    result = call("suggest", looked, "--use", name, "--write", file)
-    assert result.exit_code == 1
-    assert words in result.stderr
-    assert "Traceback" not in result.stderr
+    assert words in sentence("suggest", looked, "--use", name, "--write", file)
     assert file.read_text() == text
 
 
@@ -132,57 +124,42 @@ def test_of_a_run_in_the_folder_of_another_the_newest_is_taken(looked: Path, inn
         assert ('"c"' in result.stdout) == (inner == "old")
 
 
-def test_the_first_one_is_written_and_a_name_is_checked(looked: Path, tmp_path: Path) -> None:
-    folder = looked.rename(tmp_path / "my run")
-    said = call("suggest", folder).stdout.splitlines()[-1]
-    _, _, command = said.partition("fedclip ")
-    (tmp_path / "config.toml").write_text(CONFIG)
-    words = [tmp_path / w if w == "config.toml" else w for w in shlex.split(command)]
-    assert call(*words).exit_code == 0
-    text = (tmp_path / "config.toml").read_text()
+def test_the_command_that_is_shown_writes_the_first_one(looked: Path, file: Path) -> None:
+    folder = looked.rename(file.parent / "my run")
+    _, _, command = call("suggest", folder).stdout.splitlines()[-1].partition("fedclip ")
+    assert call(*(file if w == file.name else w for w in shlex.split(command))).exit_code == 0
+    text = file.read_text()
     assert "norm-clip" in text
     assert "server_opt" not in text
-    wrong = call("suggest", folder, "--use", "step.fixd")
-    assert wrong.exit_code == 1
-    assert "did you mean 'step.fixed'?" in wrong.stderr
 
 
-def test_what_will_not_help_is_written_by_name_only(tmp_path: Path) -> None:
+def test_what_will_not_help_is_written_by_name_only(tmp_path: Path, file: Path) -> None:
     a_run(tmp_path, odd(1.0), odd(1.0))
-    file = tmp_path / "config.toml"
-    file.write_text(CONFIG)
-    refused = call("suggest", tmp_path, "--write", file)
-    assert (refused.exit_code, file.read_text()) == (1, CONFIG)
-    assert "name it: --use NAME" in refused.stderr
+    assert "name it: --use NAME" in sentence("suggest", tmp_path, "--write", file)
+    assert file.read_text() == CONFIG
     shown = call("suggest", tmp_path).stdout
     assert "To write it" not in shown
     assert "To see it in full:  --use update.fixed" in shown.splitlines()[-1]
     assert call("suggest", tmp_path, "--write", file, "--use", "step.learnt").exit_code == 0
 
 
-def advice_of(folder: Path) -> Advice:
-    return advised(read_report(folder), "")
-
-
 CLIENTS = [f"site-{letter}" for letter in "abcde"]
+Scale = Callable[[int, int], Any]
 
 
-Scale = Callable[[int, int], float]
-
-
-def a_run(folder: Path, steps: Scale, updates: Scale | None) -> Advice:
-    """Return the advice after ten rounds of eight steps, given the scale of norms.
+def a_run(folder: Path, steps: Scale, updates: Scale | None = None, seed: int = 0) -> Advice:
+    """Return the advice after ten rounds of eight steps, given the scale of norms, or of each.
 
     It depends on the round and on the client, of which the last one is the odd one.
     """
-    rng, looks = np.random.default_rng(0), ["no-op", *(["update-norms"] if updates else [])]
+    rng, looks = np.random.default_rng(seed), ["no-op", *(["update-norms"] if updates else [])]
     nodes = [Node(folder / name, looks) for name in CLIENTS]
     for round_ in range(1, 11):
         for place, node in enumerate(nodes):
             norms = steps(round_, place) * rng.lognormal(0, 0.3, 8)
             update = updates(round_, place) * rng.lognormal(0, 0.2) if updates else 0.0
             node.round(norms, update=update, save=round_ == 10)
-    return advice_of(folder)
+    return advised(read_report(folder), "")
 
 
 def odd(times: float) -> Scale:
@@ -207,8 +184,8 @@ def in_round(chosen: int, times: float) -> Scale:
         (in_round(7, 1000.0), odd(1.0), "step.fixed", "site-c: a norm of up to"),
     ],
 )
-def test_what_comes_first_and_why(
-    tmp_path: Path, steps: Scale, updates: Scale | None, start: str, said: str
+def test_what_comes_first(
+    tmp_path: Path, steps: Scale, updates: Any, start: str, said: str
 ) -> None:
     advice = a_run(tmp_path, steps, updates)
     assert advice.start == start
@@ -222,9 +199,9 @@ def test_what_comes_first_and_why(
         assert 0.5 < first.plugins["server_opt"][1]["start_norm"] < 2.0
 
 
-def saturated(round_: int, step: int) -> float:
-    """Return the scale of a step where a model saturates: one of eight has a gradient at all."""
-    return 25.0 if step == round_ % 8 else 1e-3
+def saturated(round_: int, place: int) -> Any:
+    """Return scales of steps where two models saturate: one step of eight has a gradient at all."""
+    return np.where(np.arange(8) == round_ % 8, 25.0, 1e-3) if place > 2 else 1.0
 
 
 def spoilt(round_: int, place: int) -> float:
@@ -232,19 +209,9 @@ def spoilt(round_: int, place: int) -> float:
     return 3e3 if (round_, place) == (5, 2) else 500.0 if round_ > 5 else 1.0
 
 
-def a_run_of(folder: Path, scale: Callable[[int, int, int], float], clients: int = 5) -> Advice:
-    """Return the advice after ten rounds, given the scale of each step by round, client, step."""
-    rng, nodes = np.random.default_rng(1), [Node(folder / name, ["no-op"]) for name in CLIENTS]
-    for round_ in range(1, 11):
-        for place, node in enumerate(nodes[:clients]):
-            scales = [scale(round_, place, step) for step in range(8)]
-            node.round(np.array(scales) * rng.lognormal(0, 0.3, 8), save=round_ == 10)
-    return advice_of(folder)
-
-
 def test_an_outlier_whose_gradients_saturate_is_found_by_its_largest_norms(tmp_path: Path) -> None:
-    advice = a_run_of(tmp_path, lambda r, place, s: saturated(r, s) if place > 2 else 1.0)
-    assert advice.odd == ["site-d", "site-e"] or advice.odd == ["site-e", "site-d"]
+    advice = a_run(tmp_path, saturated, seed=1)
+    assert sorted(advice.odd) == ["site-d", "site-e"]
     assert not any("smaller" in text for text in advice.findings)
     first = advice.proposals[0]
     assert (advice.start, first.limit and first.limit > 1.0) == ("step.fixed", True)
@@ -253,7 +220,7 @@ def test_an_outlier_whose_gradients_saturate_is_found_by_its_largest_norms(tmp_p
 
 
 def test_a_limit_against_a_spike_is_that_of_the_rounds_before_it(tmp_path: Path) -> None:
-    advice = a_run_of(tmp_path, lambda r, place, s: spoilt(r, place))
+    advice = a_run(tmp_path, spoilt, seed=1)
     first = advice.proposals[0]
     assert (advice.start, 1.0 < (first.limit or 0.0) < 5.0) == ("step.fixed", True)
     assert "site-c" in advice.answer
@@ -261,52 +228,34 @@ def test_a_limit_against_a_spike_is_that_of_the_rounds_before_it(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("own", "matrix", "said"),
+    ("loss", "accuracy", "matrix", "said"),
     [
-        ({"loss": 0.4, "accuracy": 0.9}, [[5, 5], [5, 5]], "Clipping is unlikely to help here"),
-        ({"loss": 8.47, "accuracy": 0.9}, [[5, 5], [5, 5]], "To see whether a limit helps"),
-        ({"loss": 0.4, "accuracy": 0.0}, [[0, 5], [5, 0]], "site-c far worse than other clients"),
-        (
-            {"loss": 0.4, "accuracy": 0.9},
-            [[9, 1], [0, 0]],
-            "The validation data of site-c has only one class",
-        ),
+        (0.4, 0.9, [[5, 5], [5, 5]], "Clipping is unlikely to help here"),
+        (8.47, 0.9, [[5, 5], [5, 5]], "To see whether a limit helps"),
+        (0.4, 0.0, [[0, 5], [5, 0]], "site-c far worse than other clients"),
+        (0.4, 0.9, [[9, 1], [0, 0]], "The validation data of site-c has only one class"),
     ],
 )
 def test_the_metric_of_each_site_is_looked_at(
-    tmp_path: Path, own: dict[str, float], matrix: list[list[int]], said: str
+    tmp_path: Path, loss: float, accuracy: float, matrix: list[list[int]], said: str
 ) -> None:
     a_run(tmp_path, odd(1.0), odd(1.0))
     server = Node(tmp_path / "server", []).checkpointer
     for name in CLIENTS:
-        found = own if name == "site-c" else {"loss": 0.4, "accuracy": 0.9}
-        cells = np.array(matrix if name == "site-c" else [[9, 1], [1, 9]])
-        server.save_metrics({**found, "confusion": cells}, f"metrics_{name}", timestamp="1")
+        own = (loss, accuracy, matrix) if name == "site-c" else (0.4, 0.9, [[9, 1], [1, 9]])
+        found = {"loss": own[0], "accuracy": own[1], "confusion": np.array(own[2])}
+        server.save_metrics(found, f"metrics_{name}", timestamp="1")
     server.save_metrics({"loss": 0.5}, timestamp="1")
     server.save_optimizer(Optimizer(lrate=1.0), timestamp="1")
-    advice = advice_of(tmp_path)
+    advice = advised(read_report(tmp_path), "")
     assert said in " ".join([advice.answer, *advice.findings])
     assert advice.start == ""
-
-
-def test_the_page_has_the_thresholds() -> None:
-    page = Path(__file__).parents[2].joinpath("docs", "suggest.md").read_text(encoding="utf-8")
-    for text in (
-        f"by steps is {norms._ODD['step']:g} or more",
-        f"by updates is {norms._ODD['update']:g} or more",
-        f"(without the number of steps: {norms._ODD_ALONE:g};",
-        f"when another is an outlier by steps: {norms._ODD['step']:g})",
-        f"at least {norms._SMALL:g} times smaller",
-        f"largest norm is {norms._SPIKE:g} times",
-        f"fewer than {FEW['step']} norms, or by fewer than {FEW['update']} updates",
-    ):
-        assert text in page
 
 
 def test_a_model_that_has_diverged(tmp_path: Path) -> None:
     a_run(tmp_path, lambda round_, place: 2.0**round_, None)
     Node(tmp_path / "server", []).round([], metrics={"loss": float("nan")})
-    advice = advice_of(tmp_path)
+    advice = advised(read_report(tmp_path), "")
     assert advice.start == "step.fixed"
     assert "has diverged" in advice.answer
     # By the first round: what came later is of no use.

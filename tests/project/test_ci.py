@@ -1,21 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What runs the checks elsewhere can be read, and calls the make targets that there are."""
 
-from __future__ import annotations
-
 import json
 import re
 import tomllib
-from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
+from checkouts import ROOT
 
 import fedclip
-
-ROOT = Path(__file__).parents[2]
-RUNNERS = (".ci/run", ".github/workflows/ci.yml", ".pre-commit-config.yaml")
 
 
 def read(name: str) -> str:
@@ -24,23 +18,19 @@ def read(name: str) -> str:
 
 def called(name: str) -> set[str]:
     """Return the targets that a file calls; comments call none."""
-    text = re.sub(r"#.*", "", read(name))
-    return set(re.findall(r"\bmake ([a-z-]+)", text))
+    return set(re.findall(r"\bmake ([a-z-]+)", re.sub(r"#.*", "", read(name))))
 
 
 def targets() -> set[str]:
     return set(re.findall(r"^([a-z-]+):", read("Makefile"), flags=re.MULTILINE))
 
 
-@pytest.mark.parametrize("name", RUNNERS)
-def test_every_runner_lints_and_tests(name: str) -> None:
-    assert {"lint", "test"} <= called(name) <= targets()
-
-
-def test_every_target_is_phony_and_described() -> None:
+def test_every_target_is_described_and_every_runner_lints_and_tests() -> None:
     (phony,) = re.findall(r"^\.PHONY: (.*)$", read("Makefile"), flags=re.MULTILINE)
     described = re.findall(r"^([a-z-]+):.*## .+$", read("Makefile"), flags=re.MULTILINE)
     assert set(phony.split()) == targets() == set(described)
+    for name in (".ci/run", ".github/workflows/ci.yml", ".pre-commit-config.yaml"):
+        assert {"lint", "test"} <= called(name) <= targets(), name
 
 
 def test_the_workflow_runs_every_python_that_the_package_names() -> None:
@@ -52,17 +42,13 @@ def test_the_workflow_runs_every_python_that_the_package_names() -> None:
     assert "make extras" in extras["steps"][-1]["run"]
 
 
-def test_long_runs_are_at_night() -> None:
-    workflow: Any = yaml.safe_load(read(".github/workflows/nightly.yml"))
+def test_long_runs_are_at_night_and_a_release_is_published_only_on_request() -> None:
+    night, release = ".github/workflows/nightly.yml", ".github/workflows/release.yml"
     # YAML reads the key `on` as True.
-    assert workflow[True]["schedule"][0]["cron"]
-    assert called(".github/workflows/nightly.yml") == {"soak"} <= targets()
-
-
-def test_a_release_is_published_only_on_request() -> None:
-    jobs = yaml.safe_load(read(".github/workflows/release.yml"))["jobs"]
-    assert jobs["publish"]["if"].startswith("vars.PUBLISH == 'true' && ")
-    assert called(".github/workflows/release.yml") <= targets()
+    assert yaml.safe_load(read(night))[True]["schedule"][0]["cron"]
+    assert called(night) == {"soak"} <= targets() >= called(release)
+    publish = yaml.safe_load(read(release))["jobs"]["publish"]
+    assert publish["if"].startswith("vars.PUBLISH == 'true' && ")
 
 
 def test_the_release_is_dated_and_of_one_version() -> None:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Docs, docstrings and messages: no phrase of phrases.txt, and few long sentences."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator
@@ -10,8 +8,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from checkouts import ROOT
 
-ROOT = Path(__file__).parents[2]
 LONG = 28
 """A sentence with more words is long."""
 SHARE = 0.06

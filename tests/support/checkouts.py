@@ -1,7 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of the checkout, what is typed in them, and the wheel and source archive built of one."""
-
-from __future__ import annotations
+"""Copies of the checkout, and what is typed in them."""
 
 import os
 import re
@@ -49,19 +47,9 @@ def type_in(lines: list[str], folder: Path, **environment: str) -> str:
 
 def on_path(folder: Path) -> str:
     """Return a path on which `python` and `fedclip` are those of the tests."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     for name, words in (("python", ""), ("fedclip", "-m fedclip")):
         script = folder / name
         script.write_text(f'#!/bin/sh\nexec "{sys.executable}" {words} "$@"\n', encoding="utf-8")
         script.chmod(0o755)
     return f"{folder}{os.pathsep}{os.environ['PATH']}"
-
-
-def build(folder: Path) -> None:
-    """Build the source archive, and from it the wheel."""
-    checkout(folder / "checkout")
-    hatchling = f"'{sys.executable}' -m hatchling build -d {folder} -t"
-    type_in([f"{hatchling} sdist"], folder / "checkout")
-    (archive,) = folder.glob("fedclip-*.tar.gz")
-    type_in([f"tar xzf {archive.name}"], folder)
-    type_in([f"{hatchling} wheel"], folder / archive.name.removesuffix(".tar.gz"))

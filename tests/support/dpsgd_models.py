@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models of each framework, and torch models as users have them, with thirteen records."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -26,16 +24,16 @@ def rng() -> np.random.Generator:
     return np.random.default_rng(0)
 
 
-def torch_model() -> Model:
-    require("torch")
-    import torch
+def torch_model(depth: int = 0, dtype: str = "float32") -> Model:
+    torch = require("torch")
     from declearn.model.torch import TorchModel
 
     torch.manual_seed(0)
-    nn = torch.nn
-    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Tanh(), nn.Linear(8, 3))
-    x: Any = torch.from_numpy(rng().normal(size=(13, 1, 8, 8)).astype("float32"))
-    return TorchModel(net, nn.CrossEntropyLoss()), x, rng().integers(0, 3, 13)
+    nn, kind = torch.nn, getattr(torch, dtype)
+    deep = [layer for _ in range(depth) for layer in (nn.Linear(8, 8), nn.Tanh())]
+    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Tanh(), *deep, nn.Linear(8, 3))
+    x = torch.from_numpy(rng().normal(size=(13, 1, 8, 8)).astype("float32")).to(kind)
+    return TorchModel(net.to(kind), nn.CrossEntropyLoss()), x, rng().integers(0, 3, 13)
 
 
 def jax_model() -> Model:
@@ -79,7 +77,7 @@ def sklearn_model(**config: Any) -> Model:
     return model, x, rng().normal(size=13) if continuous else rng().integers(0, classes, 13)
 
 
-MODELS: dict[str, Callable[[], Model]] = {
+MODELS: dict[str, Callable[..., Model]] = {
     "torch": torch_model,
     "jax": jax_model,
     "tensorflow": tensorflow_model,

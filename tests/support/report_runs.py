@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experiments for the tests of reports: checkpoints as declearn writes them, without a network."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import cache
@@ -31,6 +29,15 @@ def call(*words: object) -> Result:
     """Return what a command of fedclip has come to."""
     with mock.patch("typer.testing._get_command", built):
         return CliRunner().invoke(fedclip.cli.main.app, [str(word) for word in words])
+
+
+def sentence(*words: object, code: int = 1) -> str:
+    """Return the one sentence that a command ends with."""
+    result = call(*words)
+    assert result.exit_code == code, result.output
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("fedclip: ")
+    return line
 
 
 class Node:

@@ -1,37 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clippers by element, mean, deviation and moving average: what their docstrings promise."""
 
+import itertools
 from typing import Any
 
 import numpy as np
 import pytest
 from declearn.model.sklearn import NumpyVector
-from helpers import each_framework, require, run
+from helpers import MODULES, Specimen, assert_same, each_framework, require, run, specimens
 
-from fedclip import (
-    Centralize,
-    EmaNormalize,
-    EmaNormClip,
-    EmaValueClip,
-    GrowthValueClip,
-    Normalize,
-    PercentileClip,
-    Standardize,
-    StateError,
-    ValueClip,
-)
+import fedclip
+from fedclip import Centralize, EmaNormClip, Normalize, PercentileClip, Standardize, ValueClip
 from fedclip.arrays.blocks import decode, encode
 from fedclip.testing import gradient_stream, to_numpy, to_vector
 
-KEEPING: dict[str, Any] = {
-    "ema-value": lambda: EmaValueClip(0.9),
-    "ema-value-debias": lambda: EmaValueClip(0.9, debias=True),
-    "ema-norm": lambda: EmaNormClip(0.9, init=0.0),
-    "ema-norm-first": lambda: EmaNormClip(0.9, init="first", scope="tensor"),
-    "ema-normalize": lambda: EmaNormalize(0.9, init=0.0, debias=True),
-    "growth-value": GrowthValueClip,
-}
-each_that_keeps = pytest.mark.parametrize("make", KEEPING.values(), ids=KEEPING)
+# They keep moving averages of arrays.
+KEEPING = ("ema-value-clip", "ema-norm-clip", "ema-normalize", "growth-value-clip")
+each_that_keeps = specimens([s for s in MODULES if s.name in KEEPING])
 
 
 def one(clipper: Any, values: Any, dtype: Any = np.float64) -> np.ndarray:
@@ -40,39 +25,33 @@ def one(clipper: Any, values: Any, dtype: Any = np.float64) -> np.ndarray:
 
 
 @each_that_keeps
-def test_pieces_may_be_cut_anywhere(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_may_be_cut_anywhere(specimen: Specimen, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = gradient_stream(8)
-    wanted = run(make(), stream)
+    wanted = run(specimen.make(), stream)
     monkeypatch.setattr("fedclip.arrays.blocks.CHUNK", 7)
-    for got, expected in zip(run(make(), stream), wanted, strict=True):
-        for key in expected:
-            np.testing.assert_array_equal(got[key], expected[key])
+    assert_same(run(specimen.make(), stream), wanted)
 
 
 @each_that_keeps
-def test_state_of_another_model_is_refused_in_words(make: Any) -> None:
-    clipper, other = make(), make()
+def test_state_of_another_model_is_refused_in_words(specimen: Specimen) -> None:
+    clipper, other = specimen.make(), specimen.make()
     one(clipper, np.ones((2, 3)))
     state = clipper.get_state()
     other.set_state(state)
     with pytest.raises(ValueError, match=r"'w' is of shape \(2, 3\), its gradient of \(3, 2\)"):
         one(other, np.ones((3, 2)))
     state["arrays"]["w"].pop("count")
-    with pytest.raises(StateError, match="must have"):
+    with pytest.raises(fedclip.StateError, match="must have"):
         other.set_state(state)
 
 
-@pytest.mark.parametrize("kind", ["<f2", "<u2"])
-def test_encode_is_the_inverse_of_decode(kind: str) -> None:
-    every = np.arange(1 << 16, dtype=np.uint16).view(kind)
-    wide = decode(every)
-    finite = np.isfinite(wide)
-    for towards_zero in (False, True):
+def test_encode_is_the_inverse_of_decode_and_bfloat16_is_rounded_as_torch_does() -> None:
+    for kind, towards_zero in itertools.product(("<f2", "<u2"), (False, True)):
+        every = np.arange(1 << 16, dtype=np.uint16).view(kind)
+        wide = decode(every)
+        finite = np.isfinite(wide)
         again = encode(wide[finite], every.dtype, towards_zero=towards_zero)
         np.testing.assert_array_equal(again.view("<u2"), every[finite].view("<u2"))
-
-
-def test_bfloat16_is_rounded_to_nearest_as_torch_does() -> None:
     torch = require("torch")
     values = np.random.default_rng(0).normal(0, 1, 100_000).astype(np.float32)
     values[:3] = 1.00390625, 1.01171875, 3.3895e38

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clippers on numbers: norms learnt and asked about, statistics as values, limits of one's own."""
 
-import copy
 import math
 import pickle
 from collections.abc import Mapping
@@ -10,22 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import MODULES, Specimen
+from helpers import MODULES, Specimen, specimens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedclip import (
-    AGC,
-    EmaClip,
-    FedclipWarning,
-    NormClip,
-    OwnLimit,
-    StateError,
-    StepRecord,
-    ValueClip,
-    ZScoreClip,
-    to_toml,
-)
+import fedclip
+from fedclip import AGC, EmaClip, NormClip, OwnLimit, ValueClip, ZScoreClip, to_toml
 
 
 def to_the_mean(norm: float, past: Mapping[str, float]) -> float:
@@ -35,31 +24,23 @@ def to_the_mean(norm: float, past: Mapping[str, float]) -> float:
 NORMS = [1.0, 1.2, 0.8, 1.1, 0.9, 1.0, 30.0, 1.0, 0.5, 40.0]
 
 
-def by_norms(specimen: Specimen) -> Any:
-    """Return a specimen's clipper if it learns from norms, or else None."""
-    clipper = specimen.make()
+@specimens(MODULES)
+def test_a_number_is_learnt_as_the_gradient_that_it_is_the_norm_of(specimen: Specimen) -> None:
+    numbers, arrays = specimen.make(), specimen.make()
     try:
-        copy.deepcopy(clipper).observe(1.0)
+        specimen.make().observe(1.0)
     except (TypeError, ValueError):
-        return None
-    return clipper
-
-
-@pytest.mark.parametrize("name", sorted({s.name for s in MODULES}))
-def test_a_number_is_learnt_as_the_gradient_that_it_is_the_norm_of(name: str) -> None:
-    clippers = [by_norms(s) for s in MODULES if s.name == name]
-    for numbers in filter(None, clippers):
-        arrays = copy.deepcopy(numbers)
-        for norm in NORMS:
-            record = numbers.observe(norm)
-            arrays.clip({"w": np.array([0.0, -norm])})
-            assert record.norm_before == pytest.approx(arrays.last.norm_before)
-            assert record.limit == pytest.approx(arrays.last.limit)
-        found, expected = (c.get_state()["groups"] for c in (numbers, arrays))
-        assert found.keys() == expected.keys()
-        for group, fields in expected.items():
-            for field, value in fields.items():
-                np.testing.assert_allclose(found[group][field], value, rtol=1e-9)
+        pytest.skip("it does not learn from norms")
+    for norm in NORMS:
+        record = numbers.observe(norm)
+        arrays.clip({"w": np.array([0.0, -norm])})
+        assert record.norm_before == pytest.approx(arrays.last.norm_before)
+        assert record.limit == pytest.approx(arrays.last.limit)
+    found, expected = (c.get_state()["groups"] for c in (numbers, arrays))
+    assert found.keys() == expected.keys()
+    for group, fields in expected.items():
+        for field, value in fields.items():
+            np.testing.assert_allclose(found[group][field], value, rtol=1e-9)
 
 
 def test_to_ask_is_not_to_learn() -> None:
@@ -92,10 +73,9 @@ def test_to_ask_is_not_to_learn() -> None:
         (lambda: NormClip(np.float32(math.inf)), "for no limit, give None"),
         (lambda: NormClip().observe(-1.0), r"must be a number >= 0, got -1\.0"),
         (lambda: NormClip(scope="tensor").observe(1.0), "dict of norms by tensor"),
-        *(
-            (partial(clipper.observe, 1.0), "goes by the elements of tensors")
-            for clipper in (ValueClip(), NormClip(ord="std"), NormClip(dims=0))
-        ),
+        (lambda: ValueClip().observe(1.0), "goes by the elements of tensors"),
+        (lambda: NormClip(ord="std").observe(1.0), "goes by the elements of tensors"),
+        (lambda: NormClip(dims=0).observe(1.0), "goes by the elements of tensors"),
         *(
             (partial(ZScoreClip().observe, {"w": odd}), r"a norm must be a number >= 0, .* for 'w'")
             for odd in ("3", "x", [1.0], None, 1j, 10**400, 10**5000, np.ones(2))
@@ -104,10 +84,7 @@ def test_to_ask_is_not_to_learn() -> None:
         (lambda: OwnLimit(lambda norm: norm), "a norm and a dict"),
         (lambda: OwnLimit(to_the_mean, ValueClip()), "keeps no statistics of norms"),
         *(
-            (
-                partial(OwnLimit(lambda *_, odd=odd: odd).clip, {"w": np.ones(2)}),
-                "must be > 0, or i",
-            )
+            (partial(OwnLimit(lambda *_, odd=odd: odd).clip, {"w": np.ones(2)}), "must be > 0, or")
             for odd in (0.0, -1, math.nan, None, "1", [1.0], 1j, 10**400, np.ones(2))
         ),
     ],
@@ -122,8 +99,8 @@ def test_statistics_are_values_that_can_be_read_and_set() -> None:
     nothing = {"mean": 0.0, "variance": 0.0, "count": 0, "threshold": math.inf, "ready": False}
     assert clip.statistics() == nothing
     clip.set_statistics(mean=2.0, variance=0.25)
-    found = clip.statistics()
-    assert found == {"mean": 2.0, "variance": 0.25, "count": 3, "threshold": 3.0, "ready": True}
+    something = {"mean": 2.0, "variance": 0.25, "count": 3, "threshold": 3.0, "ready": True}
+    assert clip.statistics() == something
     assert (clip.should_clip(2.9), clip.should_clip(3.1)) == (False, True)
     clip.observe(2.5)
     variance = clip.statistics()["variance"]
@@ -132,7 +109,7 @@ def test_statistics_are_values_that_can_be_read_and_set() -> None:
     assert (found["mean"], found["variance"], found["count"]) == (7.0, variance, 4)
     with pytest.raises(TypeError, match="no statistic 'man'; did you mean 'mean'"):
         clip.set_statistics(man=2.0)
-    with pytest.raises(StateError, match="must be a finite number >= 0"):
+    with pytest.raises(fedclip.StateError, match="must be a finite number >= 0"):
         clip.set_statistics(mean=-1.0)
     by_tensor = EmaClip(scope="tensor")
     by_tensor.set_statistics("w", mean=1.0)
@@ -163,16 +140,16 @@ def test_a_warm_up_of_n_norms_is_over_after_n(
 
 
 def test_a_function_is_told_of_each_step() -> None:
-    told: list[StepRecord] = []
+    told: list[fedclip.StepRecord] = []
     clip = NormClip(1.0)
     clip.on_record = told.append
     clip.observe(2.0)
     clip.get_limit(3.0)
-    with pytest.warns(FedclipWarning):
+    with pytest.warns(fedclip.FedclipWarning):
         clip.clip({"w": np.array([np.nan])})
     assert [record.as_dict().get("norm") for record in told] == [2.0, None]
     assert told[1].nonfinite == ("w",)
-    with pytest.warns(FedclipWarning):
+    with pytest.warns(fedclip.FedclipWarning):
         record = ZScoreClip().observe(math.nan)
     assert record.as_dict() == {"clipped": 0, "nonfinite": 1}
 

@@ -49,29 +49,22 @@ def buffers() -> Any:
     return made
 
 
-def checkpointed() -> Any:
-    run = partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
-    first, last = nn.Linear(4, 4), nn.Linear(4, 3)
-    return calls(lambda net, x: net.last(run(net.first, x)), first=first, last=last)
-
-
 def one_layer(call: Any) -> Any:
     return lambda: calls(call, layer=nn.Linear(6, 2))
 
 
+def two_layers(call: Any, tied: bool = False) -> Any:
+    a, b = nn.Linear(6, 6), nn.Linear(6, 6)
+    b.weight = a.weight if tied else b.weight
+    return calls(call, a=a, b=b)
+
+
+def checkpointed(net: Any, x: Any) -> Any:
+    return net.b(torch.utils.checkpoint.checkpoint(net.a, x, use_reentrant=False))
+
+
 def penalised(net: Any, x: Any) -> Any:
     return net.layer(x) + x.sum() * net.layer.weight.square().sum()
-
-
-def twice() -> Any:
-    often, once = nn.Linear(6, 6), nn.Linear(6, 2)
-    return calls(lambda net, x: net.once(net.often(net.often(x).tanh())), often=often, once=once)
-
-
-def tied() -> Any:
-    first, second = nn.Linear(6, 6), nn.Linear(6, 6)
-    second.weight = first.weight
-    return calls(lambda net, x: net.second(torch.tanh(net.first(x))), first=first, second=second)
 
 
 def with_two_inputs() -> Any:
@@ -79,21 +72,14 @@ def with_two_inputs() -> Any:
     return calls(lambda net, x, y: net.a(x).mean(1) + net.b(y), a=a, b=b)
 
 
-def with_two_outputs() -> Any:
-    return calls(lambda net, x: (net.a(x), net.b(x)), a=nn.Linear(6, 3), b=nn.Linear(6, 1))
-
-
-def frozen() -> Any:
-    return nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2).requires_grad_(False))
-
-
 def folded() -> Any:
     """Return a module that takes channels for records of their own."""
-    return calls(
-        lambda net, x: net.norm(net.conv(x.reshape(-1, 1, 6))).reshape(len(x), -1),
-        conv=nn.Conv1d(1, 2, 3),
-        norm=nn.GroupNorm(1, 2),
-    )
+    conv, norm = nn.Conv1d(1, 2, 3), nn.GroupNorm(1, 2)
+
+    def call(net: Any, x: Any) -> Any:
+        return net.norm(net.conv(x.reshape(-1, 1, 6))).reshape(len(x), -1)
+
+    return calls(call, conv=conv, norm=norm)
 
 
 class Halved(nn.Linear):
@@ -123,18 +109,18 @@ def recurrent(kind: Any, packed: bool = False, folded: bool = False, **settings:
     return calls(call, layer=layer)
 
 
-def attention(*masks: Any, called: Any = None, **settings: Any) -> Any:
+def attention(*masks: Any, weights: bool = False, **settings: Any) -> Any:
     """Return a module of one attention layer, whose positions come first where settings say so."""
     layer = nn.MultiheadAttention(6, 2, **settings)
-    called = {"need_weights": False} if called is None else called
 
     def call(net: Any, x: Any) -> Any:
         x = x if layer.batch_first else x.transpose(0, 1)
-        return net.layer(x, x, x, *masks, **called)[0].mean(1 - layer.batch_first)
+        return net.layer(x, x, x, *masks, need_weights=weights)[0].mean(1 - layer.batch_first)
 
     return calls(call, layer=layer)
 
 
+MASK = torch.tensor([[False, False, True, False, True]])
 BOTH_WAYS = {"batch_first": True, "bidirectional": True}
 # Module, shape of a record, layers that are taken apart.
 MODULES: dict[str, tuple[Callable[[], Any], Any, int]] = {
@@ -155,33 +141,30 @@ MODULES: dict[str, tuple[Callable[[], Any], Any, int]] = {
     "conv3d, few places": (lambda: nn.Conv3d(6, 6, 3, 1), (6, 3, 3, 4), 1),
     "layer norm": (lambda: nn.Sequential(nn.LayerNorm((4, 6)), nn.Linear(6, 2)), (3, 4, 6), 2),
     "group norm": (lambda: nn.GroupNorm(2, 6), (6, 5, 4), 1),
-    "twice": (twice, (6,), 1),
+    "twice": (partial(two_layers, lambda net, x: net.b(net.a(net.a(x).tanh()))), (6,), 1),
     "penalised": (one_layer(penalised), (6,), 0),
-    "tied": (tied, (6,), 0),
+    "tied": (partial(two_layers, lambda net, x: net.b(net.a(x).tanh()), tied=True), (6,), 0),
     "mixing": (one_layer(lambda net, x: (y := net.layer(x)) * (1.0 + y.mean(0))), (6,), 1),
     "folded": (folded, (4, 6), 2),
     "another forward": (lambda: Halved(6, 2), (6,), 0),
     "weight norm": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 2)), (6,), 0),
     "hooked": (hooked, (6,), 1),
-    "frozen": (frozen, (6,), 1),
+    "frozen": (
+        lambda: nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 2).requires_grad_(False)),
+        (6,),
+        1,
+    ),
     "encoder": (encoder, 7, 12),
     "attention": (partial(attention, batch_first=True), (5, 6), 1),
     "attention, many positions": (partial(attention, bias=False), (20, 6), 1),
     "attention, unknown": (partial(attention, add_zero_attn=True, batch_first=True), (5, 6), 0),
-    "attention's weights": (partial(attention, called={}, batch_first=True), (5, 6), 0),
-    "masked": (
-        partial(
-            *(attention, torch.tensor([[False, False, True, False, True]])),
-            called={"need_weights": False},
-            batch_first=True,
-        ),
-        *((5, 6), 0),
-    ),
+    "attention's weights": (partial(attention, weights=True, batch_first=True), (5, 6), 0),
+    "masked": (partial(attention, MASK, batch_first=True), (5, 6), 0),
     "two inputs": (with_two_inputs, [7, (4,)], 2),
-    "two outputs": (with_two_outputs, (6,), 2),
+    "two outputs": (partial(two_layers, lambda net, x: (net.a(x), net.b(x))), (6,), 2),
     "images": (images, (1, 5, 5), 1),
     "buffers": (buffers, (4,), 0),
-    "checkpointed": (checkpointed, (4,), 2),
+    "checkpointed": (partial(two_layers, checkpointed), (6,), 2),
     "in place": (one_layer(lambda net, x: net.layer(x.mul_(2.0))), (6,), 1),
     "branches": (one_layer(lambda net, x: net.layer(x if x.sum() > 0 else 2 * x)), (6,), 1),
     "cell": (lambda: nn.GRUCell(6, 3), (6,), 0),

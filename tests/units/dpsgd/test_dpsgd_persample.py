@@ -6,20 +6,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import dpsgd_models
 import numpy as np
 import pytest
-from dpsgd_models import (
-    MODELS,
-    Model,
-    assert_alone,
-    calls,
-    flat,
-    keras_model,
-    keras_tokens,
-    numbers,
-    rng,
-    sklearn_model,
-)
+from dpsgd_models import MODELS, Model, assert_alone, calls, flat, numbers, rng
 from helpers import require
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -34,7 +24,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize("micro_batch", [5, 100])
 @pytest.mark.parametrize("name", [*MODELS, "lstm", "attention"])
 def test_sums_are_those_of_records_alone(name: str, micro_batch: int) -> None:
-    model, x, y = MODELS[name]() if name in MODELS else keras_tokens(name)
+    model, x, y = MODELS[name]() if name in MODELS else dpsgd_models.keras_tokens(name)
     check(model)
     made = vector(model, assert_alone(model, x, y, micro_batch))
     like = model.get_weights(trainable=True).coefs
@@ -58,14 +48,13 @@ def test_closed_forms_are_what_scikit_learn_does(kind: str, loss: str, penalty: 
 
     for classes, intercept, sparse in [(2, True, False), (4, False, False), (4, True, True)]:
         settings = {"penalty": penalty, "fit_intercept": intercept, "classes": classes}
-        model, x, y = sklearn_model(kind=kind, loss=loss, **settings)
+        model, x, y = dpsgd_models.sklearn_model(kind=kind, loss=loss, **settings)
         data: Any = csr_matrix(x) if sparse else x
         weights = rng().uniform(0, 3, 13)
         unclipped, _ = clipped_sum(model, [(data, y, weights)], np.ones_like, micro_batch=5)
-        total = sum(
-            model._compute_sample_gradient(data[i : i + 1] if sparse else x[i], y[i]) * weights[i]
-            for i in range(13)
-        )
+        rows = [data[i : i + 1] for i in range(13)] if sparse else x
+        alone = map(model._compute_sample_gradient, rows, y)
+        total: Any = sum(one * weight for one, weight in zip(alone, weights, strict=True))
         for name, array in unclipped.items():
             np.testing.assert_allclose(array, total.coefs[name], rtol=0, atol=1e-9)
 
@@ -75,7 +64,7 @@ def dropping(backend: str) -> Any:
     if backend == "tensorflow":
         keras = require("keras")
         layers = [keras.layers.Dropout(0.5, seed=1), keras.layers.Dense(1, use_bias=False)]
-        return keras_model(keras.Sequential(layers), shape=(64,))
+        return dpsgd_models.keras_model(keras.Sequential(layers), shape=(64,))
     if backend == "torch":
         return torch_model(lambda nn: nn.Sequential(nn.Dropout(0.5), nn.Linear(64, 1, bias=False)))
     require("jax")
@@ -120,11 +109,11 @@ def of_torch(make: Callable[[Any], Any]) -> Callable[[], Any]:
 def batch_normalized() -> Any:
     keras = require("keras")
     layers = [keras.layers.Dense(3), keras.layers.BatchNormalization(name="bn")]
-    return keras_model(keras.Sequential(layers))
+    return dpsgd_models.keras_model(keras.Sequential(layers))
 
 
 def weighted_classes() -> Any:
-    model, _, _ = sklearn_model()
+    model, _, _ = dpsgd_models.sklearn_model()
     model._model.set_params(class_weight={0: 2.0})
     return model
 
@@ -206,27 +195,14 @@ MODES = ("flat", "tensor", "layer", "patterns", "automatic", "adaptive")
 UNITS = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
 
 
-def deep_model(depth: int, dtype: str) -> Model:
-    torch = require("torch")
-    from declearn.model.torch import TorchModel
-
-    torch.manual_seed(0)
-    nn = torch.nn
-    deep = [layer for _ in range(depth) for layer in (nn.Linear(8, 8), nn.Tanh())]
-    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.Tanh(), *deep, nn.Linear(8, 3))
-    kind = getattr(torch, dtype)
-    x: Any = torch.from_numpy(rng().normal(size=(13, 1, 8, 8)).astype("float32")).to(kind)
-    return TorchModel(net.to(kind), nn.CrossEntropyLoss()), x, rng().integers(0, 3, 13)
-
-
 # What is trained, and in which dtype its gradients are.
 MAKERS: dict[str, tuple[Callable[[], Model], str]] = {
     "jax": (MODELS["jax"], "float32"),
     "tensorflow": (MODELS["tensorflow"], "float32"),
     "sklearn": (MODELS["sklearn"], "float64"),
-    "torch, 20 tensors": (partial(deep_model, 9, "float32"), "float32"),
-    "torch, float16": (partial(deep_model, 0, "float16"), "float16"),
-    "torch, bfloat16": (partial(deep_model, 9, "bfloat16"), "bfloat16"),
+    "torch, 20 tensors": (partial(MODELS["torch"], 9, "float32"), "float32"),
+    "torch, float16": (partial(MODELS["torch"], 0, "float16"), "float16"),
+    "torch, bfloat16": (partial(MODELS["torch"], 9, "bfloat16"), "bfloat16"),
 }
 
 
@@ -257,12 +233,8 @@ def sum_of(name: str, mode: str, records: Records) -> Any:
         batches = [(inputs, y[at], weights.astype("float32"))]
     names = [*model.get_weights(trainable=True).coefs]
     clipping = SampleClipping([names[0], names[1]] if mode == "patterns" else mode)
-    sums, norms = clipped_sum(
-        *(model, batches),
-        partial(clipping.factors, bound=C),
-        groups=clipping.groups(names),
-        micro_batch=4,
-    )
+    factors, groups = partial(clipping.factors, bound=C), clipping.groups(names)
+    sums, norms = clipped_sum(model, batches, factors, groups=groups, micro_batch=4)
     assert len(norms) == len(records)
     return np.concatenate([sums[n].ravel() for n in names])
 

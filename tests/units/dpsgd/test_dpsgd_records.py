@@ -17,13 +17,11 @@ torch: Any = require("torch")
 LENGTHS = (2, 5, 3, 5, 2, 7)
 
 
-def sentences(weights: bool = False) -> list[Any]:
-    """Return records of unequal lengths: tokens, a label, and perhaps a weight."""
+def sentences() -> list[Any]:
+    """Return records of unequal lengths: tokens, a label, and a weight."""
     rng = np.random.default_rng(0)
     rows = [torch.from_numpy(rng.integers(1, 9, n)) for n in LENGTHS]
-    return [
-        (row, torch.tensor(i % 3), *[torch.tensor(i / 2)] * weights) for i, row in enumerate(rows)
-    ]
+    return [(row, torch.tensor(i % 3), torch.tensor(i / 2)) for i, row in enumerate(rows)]
 
 
 class Endless(torch.utils.data.IterableDataset):
@@ -40,8 +38,8 @@ def padded(samples: Any) -> Any:
 
 def times_first(samples: Any) -> Any:
     """Put the records on the second axis."""
-    tokens, labels = zip(*samples, strict=True)
-    return torch.nn.utils.rnn.pad_sequence(tokens), torch.stack(labels)
+    tokens, *others = padded(samples)
+    return tokens.T, *others
 
 
 def dataset(source: Any, collate: Any = padded) -> Any:
@@ -65,7 +63,7 @@ def total(of: Any, batches: Any) -> Any:
 
 
 def test_no_record_depends_on_how_long_others_are() -> None:
-    of, records = model(), Records(dataset(sentences(weights=True)))
+    of, records = model(), Records(dataset(sentences()))
     each = [total(of, records.take([i])) for i in range(6)]
     np.testing.assert_allclose(total(of, records.take(np.arange(6))), sum(each), atol=1e-6)
     others = total(of, records.take([0, 1, 2, 4, 5]))

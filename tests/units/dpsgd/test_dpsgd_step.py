@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The private step of plain loops: as Opacus and optax have it."""
+"""The private step of plain loops: as Opacus and optax have it; and what is learnt with it."""
 
 from typing import Any
 
 import numpy as np
 import pytest
+from dpsgd_wire import seeded
 from helpers import require
 
 from fedclip.dpsgd.step import IndependentNoise, PrivateMean
@@ -24,8 +25,8 @@ def torch_case() -> tuple[Any, Any, Any, Any]:
     nn = torch.nn
     layers = (nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 3))
 
-    def gradients(net: Any, x: Any, y: Any, mean: PrivateMean, **settings: Any) -> Any:
-        return private_gradients(net, nn.CrossEntropyLoss(), x, y, mean, **settings)
+    def gradients(net: Any, *settings: Any, **more: Any) -> Any:
+        return private_gradients(net, nn.CrossEntropyLoss(), *settings, **more)
 
     net = nn.Sequential(*layers)
     return net, torch.randn(13, 1, 8, 8), torch.randint(0, 3, (13,)), gradients
@@ -76,6 +77,25 @@ def test_jax_gradients_are_those_of_optax() -> None:
         for name in params:
             assert found[name].dtype == params[name].dtype
             np.testing.assert_allclose(found[name], right[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.soak
+def test_the_audit_of_twenty_runs() -> None:
+    pytest.importorskip("opacus")
+    from benchmarks.dpsgd_audit import main
+
+    assert main(["20"]) == 0
+
+
+def test_the_digits_are_learnt_within_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    require("torch")
+    pytest.importorskip("opacus")
+    seeded(monkeypatch.setattr)
+    from benchmarks.dpsgd_accuracy import DIGITS, Setting, accuracy, digits
+
+    assert accuracy("linear", digits(), DIGITS["linear"][0], seed=100) > 0.8
+    # As much noise as for a thousandth of epsilon leaves little to learn.
+    assert accuracy("linear", digits(), Setting("flat", 1.0, 0.5), 100, epsilon=3e-3) < 0.5
 
 
 def test_a_layer_that_mixes_records_and_settings_out_of_range_are_refused() -> None:

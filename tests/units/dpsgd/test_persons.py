@@ -26,18 +26,16 @@ pytestmark = pytest.mark.slow
 pytest.importorskip("opacus")
 
 C = 0.3
-UNITS = ("persons", "records")
 # Of 13 records: five persons, with one to five of them.
 OF = ["e", "a", "b", "c", "e", "b", "d", "c", "e", "c", "e", "d", "e"]
 
 
-def records(n: int = 13) -> Records:
-    return Records(data(n))
+def records() -> Records:
+    return Records(data(13))
 
 
-def clipped(model: Any, batches: Any, **settings: Any) -> tuple[Any, Any]:
-    factors = partial(SampleClipping().factors, bound=settings.pop("bound", C))
-    return clipped_sum(model, batches, factors, **settings)
+def clipped(model: Any, batches: Any, bound: float = C, **settings: Any) -> tuple[Any, Any]:
+    return clipped_sum(model, batches, partial(SampleClipping().factors, bound=bound), **settings)
 
 
 @pytest.mark.parametrize("micro_batch", [4, 1, 100])
@@ -92,8 +90,8 @@ def test_a_model_that_raises_for_a_record_spares_the_others_of_its_person() -> N
     labels[1] = "no class"
     persons = Persons(Records(InMemoryDataset(x, target=labels)), ["a", "a", *["b"] * 11])
     told: list[int] = []
-    settings = {"micro_batch": 3, "failed": lambda record, exc: told.append(record)}
-    sums, norms = clipped(model, persons.take([0, 1]), bound=1e9, **settings)
+    failing: Any = {"failed": lambda record, exc: told.append(record), "micro_batch": 3}
+    sums, norms = clipped(model, persons.take([0, 1]), bound=1e9, **failing)
     right, _ = clipped_sum(model, [(x[:1], y[:1], None)], lambda n: np.full_like(n, 0.5))
     others, _ = clipped_sum(model, [(x[2:], y[2:], None)], lambda n: np.full_like(n, 1 / 11))
     assert told == [1]
@@ -103,6 +101,7 @@ def test_a_model_that_raises_for_a_record_spares_the_others_of_its_person() -> N
 
 
 def test_persons_are_drawn_whole_or_at_most_so_many_of_their_records() -> None:
+    of_e = [i for i, of in enumerate(OF) if of == "e"]
     whole = Persons(records(), OF)
     (batch,) = whole.take([4, 1])
     assert sorted(batch.positions) == [i for i, of in enumerate(OF) if of in "eb"]
@@ -114,10 +113,9 @@ def test_persons_are_drawn_whole_or_at_most_so_many_of_their_records() -> None:
         for batch in some.take([4]):
             assert len(batch.positions) == 2
             seen[batch.positions] += 1
-    drawn = seen[[i for i, of in enumerate(OF) if of == "e"]]
     # 160 of 400 each, with a standard deviation of 9.8.
-    assert drawn.sum() == 800
-    assert (abs(drawn - 160) < 60).all()
+    assert seen[of_e].sum() == 800
+    assert (abs(seen[of_e] - 160) < 60).all()
 
 
 def test_noise_rate_and_steps_are_for_persons() -> None:
@@ -183,16 +181,15 @@ def test_a_check_knows_whose_the_records_are(
         if rows is not None:
             ids = "".join(f"p{i // 3}\n" for i in range(rows))
             (tmp_path / "data" / "a" / f"{part}_persons.csv").write_text(f"person\n{ids}")
-    clip = f'["sample-clip", {{ evaluation_share = {share}, loss_bound = 3.0 }}]'
-    client = f"[{clip}]" if share else '["sample-clip"]'
+    settings = f"{{ evaluation_share = {share}, loss_bound = 3.0 }}" if share else "{}"
     more = "[run.privacy]\nbudget = [3.0, 1e-5]\nsclip_norm = 0.5"
-    optim = {"aggregator": '"averaging"', "server": "[]", "client": client, "more": more}
-    file = write_config(tmp_path / "config.toml", **optim)
+    optim = {"aggregator": '"averaging"', "server": "[]", "more": more}
+    file = write_config(tmp_path / "config.toml", client=f'[["sample-clip", {settings}]]', **optim)
     metrics = '[["binary-classif", {thresh = 0.0}]]'
     file.write_text(file.read_text().replace(metrics, '["accuracy"]'))
     found = check_config(file)
-    problems = [finding.message for finding in found.problems]
-    assert said in " ".join(problems)
+    problems = " ".join(finding.message for finding in found.problems)
+    assert said in problems
     assert bool(problems) == bool(said)
     if not said:
         messages = " ".join(finding.message for finding in found.findings)
@@ -203,10 +200,11 @@ def test_a_check_knows_whose_the_records_are(
 
 
 def test_a_budget_is_sized_for_persons() -> None:
-    words = ("privacy", "calibrate", "--epsilon", "3", "--rounds", "2", "--batch-size", "20")
-    sized = partial(call, *words)
     pytest.importorskip("dp_accounting")
-    a, b = (json.loads(sized(f"--{unit}", 200, "--json").stdout) for unit in UNITS)
+    words = "privacy calibrate --epsilon 3 --rounds 2 --batch-size 20"
+    sized = partial(call, *words.split())
+    units = ("--persons", "--records")
+    a, b = (json.loads(sized(unit, 200, "--json").stdout) for unit in units)
     assert a["unit"] == "person"
     assert {name for name in a if a[name] != b[name]} == {"unit"}
     assert "zeroing out one person" in sized("--persons", 200).stdout

@@ -18,14 +18,10 @@ from fedclip.privacy.accounting import RELATIONS, Release, epsilon
 
 
 def required(parameters: dict[str, Any]) -> dict[str, Any]:
-    values = {"clip_percentile": 10, "pct": 90, "sample_size": 4, "clip_value_min": -1}
-    limits = {"min_clipbound": 0.1, "max_clipbound": 3.0, "target_unclipped_quantile": 0.5}
-    limits["num_sampled_clients"] = 3
-    given = {
-        key: {**values, **limits, "min_val": -1}.get(key, 0.5)
-        for key, default in parameters.items()
-        if default is translate.values.REQUIRED
-    }
+    values: Any = {"clip_percentile": 10, "pct": 90, "sample_size": 4, "clip_value_min": -1}
+    values |= {"min_clipbound": 0.1, "max_clipbound": 3.0, "num_sampled_clients": 3, "min_val": -1}
+    needed = [key for key, default in parameters.items() if default is translate.values.REQUIRED]
+    given = {key: values.get(key, 0.5) for key in needed}
     # Of the two that Fabric knows it takes one.
     return given | ({"max_norm": 0.5} if "clip_val" in parameters else {})
 
@@ -50,8 +46,6 @@ def test_every_translation_of_defaults_makes_a_clipper() -> None:
             assert spec == (name if not config else [name, spec[1]])
 
 
-MEAN = {"criterion": "ops.EMACriterion(0.9, clipping_function=ops.mean_clipping)"}
-BY_VALUE = {"gradient_clip_val": 2, "gradient_clip_algorithm": "value"}
 TYPES: list[Any] = [None, True, 3, 0.5, -1, "x", "1", [1], {}, math.nan, b"x", 1j, object()]
 
 
@@ -90,16 +84,20 @@ def test_the_page_lists_every_class_and_its_clipper() -> None:
         assert written[peer, cls] == translate.translate(peer, cls, given)[1]
 
 
+MEAN: dict[str, Any] = {"criterion": "ops.EMACriterion(0.9, clipping_function=ops.mean_clipping)"}
+MEAN |= {"r_thresh": 1.2, "warmup_clip_strategy": " ops.GradNormClipper( 5 )"}
+TO_MEAN = {"ratio": 1.2, "decay": 0.9, "action": "mean", "warmup_norm": 5}
+BY_VALUE = {"gradient_clip_val": 2, "gradient_clip_algorithm": "value"}
+ADAPTIVE = {"noise_multiplier": 0, "num_sampled_clients": 9, "target_clipped_quantile": 0.9}
+TO_ADAPTIVE = {"start_norm": 0.1, "quantile": pytest.approx(0.1)}
+LOCAL = {"clipping_norm": 1.0, "sensitivity": 1e-4, "epsilon": 10.0, "delta": 1e-5}
+
+
 @pytest.mark.parametrize(
     ("peer", "cls", "config", "expected"),
     [
         ("torchzero", "ClipNorm", {"max_norm": 1, "ord": 0}, {}),
-        (
-            "drytorch",
-            "HistClipper",
-            {**MEAN, "r_thresh": 1.2, "warmup_clip_strategy": " ops.GradNormClipper( 5 )"},
-            {"ratio": 1.2, "decay": 0.9, "action": "mean", "warmup_norm": 5},
-        ),
+        ("drytorch", "HistClipper", MEAN, TO_MEAN),
         ("keras", "Optimizer", {"clipnorm": 0.7}, {"max_norm": 0.7, "scope": "tensor"}),
         ("keras", "Optimizer", {"clipvalue": 0.7}, {"max_value": 0.7}),
         ("keras", "Optimizer", {"clipnorm": -1.0}, {}),
@@ -108,21 +106,13 @@ def test_the_page_lists_every_class_and_its_clipper() -> None:
         ("lightning", "Fabric.clip_gradients", {"clip_val": 0.1}, {"max_value": 0.1}),
         ("lightning", "Fabric.clip_gradients", {"max_norm": 3, "norm_type": 1.0}, {"ord": 1}),
         ("flower", "fixedclipping_mod", {"clipping_norm": 4.0}, {"max_norm": 4.0}),
-        (
-            "flower",
-            "DifferentialPrivacyClientSideAdaptiveClipping",
-            {"noise_multiplier": 0, "num_sampled_clients": 9, "target_clipped_quantile": 0.9},
-            {"start_norm": 0.1, "quantile": pytest.approx(0.1)},
-        ),
+        ("flower", "DifferentialPrivacyClientSideAdaptiveClipping", ADAPTIVE, TO_ADAPTIVE),
     ],
 )
 def test_what_peers_take_besides(peer: str, cls: str, config: Any, expected: Any) -> None:
     kind, name, translated = translate.translate(peer, cls, config)
     assert expected.items() <= translated.items()
     assert build(kind, name, translated).name == name
-
-
-LOCAL = {"clipping_norm": 1.0, "sensitivity": 1e-4, "epsilon": 10.0, "delta": 1e-5}
 
 
 @pytest.mark.parametrize(
@@ -156,9 +146,7 @@ LOCAL = {"clipping_norm": 1.0, "sensitivity": 1e-4, "epsilon": 10.0, "delta": 1e
         ("smartclip", "clip_context", {}, str(translate.PEERS["smartclip"]["clip_context"])),
     ],
 )
-def test_what_a_peer_does_not_take_is_a_sentence_with_the_nearest_name(
-    peer: str, cls: str, config: dict[str, Any], words: str
-) -> None:
+def test_what_a_peer_does_not_take_is_said(peer: str, cls: str, config: Any, words: str) -> None:
     for function in (translate.translate, translate.notes):
         with pytest.raises(ValueError, match=re.escape(words)):
             function(peer, cls, config)

@@ -2,23 +2,23 @@
 """Every replacement that a page names gives the numbers of the original: its tables are run."""
 
 import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from checkouts import ROOT
 from helpers import require
 
 import fedclip
 
-DOCS = Path(__file__).parents[3] / "docs"
 SHAPES = {"k": (3, 4), "b": (4,), "c": (2, 3, 4), "d": (2, 2, 3, 4), "e": (1, 5)}
 Arrays = dict[str, Any]
+NAMES = {name: getattr(fedclip, name) for name in fedclip.__all__}
 
 
 def rows(page: str, *header: str) -> list[list[str]]:
     """Return the cells of the table with this header."""
-    text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
     first = r" \| ".join(header)
     table = re.search(rf"^\| {first} \|\n\|[-|]+\|\n((?:\|.*\n)+)", text, re.M)
     assert table is not None, (page, header)
@@ -49,8 +49,7 @@ def test_tables_of_jax(before: str, after: str) -> None:
 
     from fedclip.loops.jax import as_optax
 
-    names = {**vars(fedclip), **{n: getattr(fedclip, n) for n in fedclip.__all__}}
-    names |= {"jax": jax, "optax": optax, "as_optax": as_optax}
+    names = {**vars(fedclip), **NAMES, "jax": jax, "optax": optax, "as_optax": as_optax}
     for scale in (0.01, 1.0, 30.0):
         # Leaves of records have one more axis.
         leaves = [jax.numpy.asarray(a) for a in arrays(1, scale).values()]
@@ -68,8 +67,7 @@ def test_tables_of_keras(before: str, after: str) -> None:
     keras = pytest.importorskip("keras")
     from fedclip.loops.keras import ClippedOptimizer
 
-    names = {n: getattr(fedclip, n) for n in fedclip.__all__}
-    names |= {"Adam": keras.optimizers.Adam, "ClippedOptimizer": ClippedOptimizer}
+    names = {**NAMES, "Adam": keras.optimizers.Adam, "ClippedOptimizer": ClippedOptimizer}
     ends = []
     for cell in (after, before):
         variables = [keras.Variable(a) for a in arrays(2).values()]
@@ -86,7 +84,7 @@ def test_tables_of_torch(before: str, after: str) -> None:
     torch = require("torch")
     from fedclip.loops import torch as adapter
 
-    ours = {n: getattr(fedclip, n) for n in fedclip.__all__} | vars(adapter)
+    ours = NAMES | vars(adapter)
     for scale in (0.01, 1.0, 30.0, float("nan")):
         ends = []
         for cell, names in ((after, ours), (before, vars(torch.nn.utils))):
