@@ -12,6 +12,7 @@ from fedclip.cli.privacy import read_spent
 from fedclip.core.records import SERVED
 from fedclip.errors import StateError
 from fedclip.report import read_report
+from fedclip.updates.client import UpdateClient
 from fedclip.updates.protocol import (
     Participation,
     Reply,
@@ -22,6 +23,7 @@ from fedclip.updates.protocol import (
     reply_to,
 )
 from fedclip.updates.store import PersistentServer, client_of, read, server_of
+from fedclip.updates.votes import is_vote, one_hot
 
 MODEL, DEEP = {"w": np.zeros(3)}, "[" * 10**5
 NOISE: dict[str, Any] = {
@@ -43,9 +45,15 @@ def rounds(served: PersistentServer, count: int) -> list[Any]:
 
 
 def test_a_reply_comes_through_and_one_that_can_not_be_counts_as_zeros() -> None:
-    reply = Reply(MODEL, votes=1, within=0, clipped=1, steps=5, sender="a")
+    reply = Reply(MODEL, 1, 0, clipped=1, steps=5, sender="a", bins=one_hot(3.0, clipped=True))
     said = json.loads(json.dumps(reply_to(reply)))
+    assert said["bin"] == 7
     assert reply_from(MODEL, said, "a") == reply
+    # An older server names no bins, and gets none; an older client's vote has none.
+    older = {k: v for k, v in bound_to(SentBound(1.0)).items() if k not in ("bins", "only_votes")}
+    plain = reply_to(UpdateClient().clip({"w": np.array([3.0])}, bound_from(older), steps=1))
+    assert "bin" not in plain
+    assert is_vote(1, 0, reply_from({}, plain).bins)
     for wrong in (None, {}, 3, {**said, "votes": True}, {**said, "votes": 1.0}, {**said, "x": 1}):
         assert "the client has no update clipping" in reply_from(MODEL, wrong, "a").fault
     served = PersistentServer({"start_norm": 1.0})

@@ -58,6 +58,8 @@ pytestmark = pytest.mark.usefixtures("no_round_left_open")
         ({"learning_rate": 0.0}, {"bound": 0.5}, NOISE | FIXED, r"0\.5, is not within max_norm=1"),
         ({}, {"private": False}, NOISE, "asks for what this client's noise does not cover"),
         ({}, {"adaptive": False}, NOISE, "asks for what this client's noise does not cover"),
+        # The server would see an update with this client's share of the noise alone.
+        ({}, {}, NOISE, "noise is for a secure sum, and this client has no"),
     ],
 )
 def test_a_server_that_expects_other_noise_is_refused(
@@ -93,21 +95,6 @@ def test_a_sum_that_is_none_gets_nothing_and_no_step_is_made(
     server, clients = server_with(**more), clients_with(**more)
     with pytest.raises(ValueError, match=text):
         clients.begin(0, server.start(), weights, encrypter)
-
-
-def test_noise_without_encryption_is_refused_before_the_first_step() -> None:
-    """The server would see an update with this client's share of the noise alone."""
-    with pytest.raises(ValueError, match="noise is for a secure sum, and this client has no"):
-        clients_with().round(0, server_with().start(), np.zeros(D))
-    (optim,) = clients_with(1).optimizers
-    with pytest.raises(ValueError, match=r"only a PersonalFederatedClient knows"):
-        optim.process_aux_var(server_with().start())
-
-
-def test_a_round_with_too_few_that_add_noise_is_not_released() -> None:
-    noise = SiteNoise(**NOISE)
-    assert noise.void(2, False) == "noise has come from 2 clients, and 3 were to be sure of it"
-    assert noise.void(3, False) == ""
 
 
 @pytest.mark.parametrize(
@@ -239,3 +226,6 @@ def test_a_table_is_one_and_other_engines_have_none() -> None:
     for make in (server_of, client_of, lambda it: UpdateServer(AdaptiveBound(**it))):
         with pytest.raises(ValueError, match="noise_at='clients' is for federations of declearn"):
             make({"start_norm": 1.0, **NOISE, "noise_at": "clients"})
+    (optim,) = clients_with(1).optimizers
+    with pytest.raises(ValueError, match="only a PersonalFederatedClient knows"):
+        optim.process_aux_var(server_with().start())

@@ -115,11 +115,15 @@ def test_server_voids_a_round_whose_bound_does_not_hold(
 
 
 def test_what_stops_a_run_is_told_until_another_state_is_loaded() -> None:
-    server, clients = pair(1)
+    server, clients = pair(1, start_norm=0.5)
     module = server.module
     good, update = module.get_state(), NumpyVector({"w": np.ones(2)})
     for _ in range(2):
         server.round(clients, [np.ones(2)])
+        # Another aggregator of the same thread does not go by the bound of a round that is over.
+        alone = Aggregator.from_config({**CLIPPED, "max_norm": 1.0})
+        shared = alone.prepare_for_sharing(updates=vector(0.9), n_steps=1)
+        assert norm(alone.finalize_updates(shared)) == pytest.approx(0.9)
         # A round without votes, after one with them, is void; and so is one without a bound.
         server.start()
         assert norm(module.run(update)) == 0
@@ -128,15 +132,6 @@ def test_what_stops_a_run_is_told_until_another_state_is_loaded() -> None:
         assert server.start()["update-clip"].stop.startswith("no votes have come: put update-clip")
         module.set_state(good)
     assert not server.start()["update-clip"].stop
-
-
-def test_a_round_ends_with_its_update() -> None:
-    """Another aggregator of the same thread does not go by the bound of a round that is over."""
-    server, clients = pair(1, start_norm=0.5)
-    server.round(clients, [np.ones(1)])
-    alone = Aggregator.from_config({**CLIPPED, "max_norm": 1.0})
-    shared = alone.prepare_for_sharing(updates=vector(0.9), n_steps=1)
-    assert norm(alone.finalize_updates(shared)) == pytest.approx(0.9)
 
 
 def forged(reply: TrainReply, **fields: Any) -> TrainReply:
@@ -284,11 +279,7 @@ NOISED = "['update-clip-server', {noise_multiplier = 2.0, expected_clients = 50%
         ('"clipped-averaging"', '"averaging"', "which clips nothing"),
         ('["update-clip-server"]', "[]", "needs 'update-clip-server' in"),
         (WITHIN, f"{NAMED}\naggregator.max_norm = 1.0", "another bound"),
-        (
-            WITHIN,
-            f"{NAMED}\naggregator.secagg_range = 8.0",
-            "norms up to 10000, above the range ±8",
-        ),
+        (WITHIN, f"{NAMED}\naggregator.secagg_range = 8.0", "10000, above the range ±8"),
         ('"update-clip-server"', f'"momentum", {NOISED % ""}', "must be the first module"),
         ('"update-clip-server"', NOISED % ", max_epsilon = 5", "allows 5 of 40 planned rounds"),
         ("[run]\nrounds = 40", "[secagg]\nclipval = 10.0", "above the range ±10"),

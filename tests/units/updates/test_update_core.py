@@ -231,13 +231,8 @@ def test_a_server_refuses_them_before_its_first_message() -> None:
         stop = sent(**config, unnoised=more)["update-clip"].stop
         assert ("zscore-clip-server" in stop) == refused
     assert not sent()["update-clip"].stop
-
-
-def test_a_server_refuses_statistics_that_stand_before_its_noise() -> None:
-    config = {"noise_multiplier": 1.0, "expected_clients": 3}
     noise, shared = UpdateClipServer(**config), ZScoreClipServer()
-    server = Optimizer(lrate=1.0, modules=[shared, noise])
-    server.collect_aux_var()
+    Optimizer(lrate=1.0, modules=[shared, noise]).collect_aux_var()
     noise.process_aux_var(UpdateClipVotes(n_clients=3, n_votes=3, n_within=3))
     with pytest.raises(ValueError, match="stands before the noise: put update-clip-server first"):
         shared.run(NumpyVector({"w": np.ones(2)}))
