@@ -1,8 +1,6 @@
 """Noise from the sites: integers that are summed exactly, who is refused, and real federations."""
 
-import functools
 import math
-import operator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,12 +28,7 @@ ONE_VOTE = [0, 0, 0, 1, 0, 0, 0, 0, 0, 0]
 NAMES = [str(i) for i in range(M)]
 SECURE = {"masking": masked, "joye-libert": joye_libert}
 CLIPPED = {"name": "clipped-averaging"}
-NOISE: dict[str, Any] = {
-    "noise_multiplier": 2.0,
-    "expected_clients": M,
-    "honest": 0.75,
-    "max_norm": 1.0,
-}
+NOISE: Any = {"noise_multiplier": 2.0, "expected_clients": M, "honest": 0.75, "max_norm": 1.0}
 D = 2000
 
 
@@ -60,19 +53,22 @@ def clients_with(m: int = M, **more: Any) -> Clients:
     return Clients(m, [client_module(**more)], CLIPPED)
 
 
+def secret_sum(clients: Clients, told: list[UpdateClipBound], updates: Any, wire: Any) -> Any:
+    """Return what a server gets of clients, each of which is told something."""
+    encrypters, decrypter = wire
+    secret = {}
+    for i, (name, one) in enumerate(encrypters.items()):
+        reply = clients.round(i, {"update-clip": told[i]}, updates[i], encrypter=one)
+        secret[name] = SecaggTrainReply.from_cleartext_message(reply, one)
+    return aggregate_secagg_messages(secret, decrypter)
+
+
 def secret_round(
     server: Server, clients: Clients, updates: list[Any], kind: str = "masking", **forged: Any
 ) -> NumpyVector:
     """Return what a round comes to of which the server sees the secure sum only."""
-    encrypters, decrypter = SECURE[kind](NAMES, bitsize=48, clipval=32.0)
-    aux = server.start()
-    replies = {
-        name: SecaggTrainReply.from_cleartext_message(
-            clients.round(i, aux, updates[i], encrypter=encrypters[name]), encrypters[name]
-        )
-        for i, name in enumerate(NAMES)
-    }
-    total = aggregate_secagg_messages(replies, decrypter)
+    told, wire = [server.start()["update-clip"]] * M, SECURE[kind](NAMES, bitsize=48, clipval=32.0)
+    total = secret_sum(clients, told, updates, wire)
     vars(total.updates).update(forged)
     return server.finish([total])
 
@@ -234,14 +230,8 @@ def test_what_a_client_sends_says_nothing_without_noise() -> None:
 
 def spread(clients: Clients, told: list[UpdateClipBound], wire: Any) -> float:
     """Return the spread of a secure sum of zeros, if each client is told something else."""
-    encrypters, decrypter = wire
-    secret = []
-    for i, (message, encrypter) in enumerate(zip(told, encrypters.values(), strict=True)):
-        aux = {"update-clip": message}
-        reply = clients.round(i, aux, np.zeros(D), encrypter=encrypter)
-        secret.append(encrypter.encrypt_aggregate(reply.updates))
-    total: Any = decrypter.decrypt_aggregate(functools.reduce(operator.add, secret))
-    return float(total.updates.coefs["w"].std())
+    total = secret_sum(clients, told, [np.zeros(D)] * M, wire)
+    return float(total.updates.updates.coefs["w"].std())
 
 
 @pytest.mark.parametrize("other", ["", "bound", "noise", "range"])

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bound of updates: how it follows the votes, what they cost, and who is counted."""
 
-import json
 import math
 from typing import Any
 
@@ -13,11 +12,10 @@ from hypothesis.extra.numpy import arrays
 
 from benchmarks.bound_speed import Federation
 from fedclip import UpdateClipServer
-from fedclip.errors import StateError
 from fedclip.privacy.accounting import Accountant, Release, epsilon
 from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.noise import Budget, draws_of
-from fedclip.updates.protocol import Participation, Reply
+from fedclip.updates.protocol import Reply
 from fedclip.updates.server import UpdateServer
 from fedclip.updates.votes import BINS, BoundRule, is_vote, one_hot, projected
 
@@ -149,9 +147,7 @@ def test_a_secure_sum_of_impossible_votes_moves_the_bound_by_three_octaves_at_mo
 
 
 @pytest.mark.parametrize(("relation", "apart"), [("add-remove", 1.0), ("replace-one", 2**0.5)])
-def test_votes_and_update_together_cost_what_a_round_is_charged(
-    relation: str, apart: float
-) -> None:
+def test_votes_and_update_together_cost_what_a_round_is_charged(relation: str, apart: Any) -> None:
     """mu^2 of both mechanisms adds up to that of the noise multiplier."""
     accountant = Accountant(1e-5, relation)
     budget = Budget(1.0, 40, accountant, draws_of("insecure", 3), bits_noise=0.7)
@@ -264,30 +260,11 @@ def test_settings_that_are_refused(config: dict[str, Any], text: str) -> None:
         UpdateClipServer(**config)
 
 
-@pytest.mark.parametrize("config", [{}, {**PRIVATE, "generator": "insecure", "seed": 1}], ids=len)
-def test_a_restart_mid_run_makes_no_difference(config: dict[str, Any]) -> None:
-    def go(bound: AdaptiveBound, rounds: int) -> list[float]:
-        followed = []
-        for _ in range(rounds):
-            bound.open()
-            bound.count(4.0 * np.array(one_hot(0.05 / bound.bound, bound.bound < 0.05)), 4)
-            followed.append(bound.bound)
-        return followed
-
-    expected = go(AdaptiveBound(**config), 8)
-    for cut in range(1, 8):
-        first, second = AdaptiveBound(**config), AdaptiveBound(**config)
-        start = go(first, cut)
-        second.set_state(json.loads(json.dumps(first.get_state())))
-        assert start + go(second, 8 - cut) == expected
-    # A state of an earlier version, with a search, says nothing of a variance.
-    old = {"bound": 0.3, "round": 5, "spent": [], "search": [1.0, 1, False], "evidence": 0.2}
+def test_a_state_of_an_earlier_version_with_a_search_says_nothing_of_a_variance() -> None:
     bound = AdaptiveBound()
-    bound.set_state(old)
-    assert bound.get_state() == {"bound": 0.3, "round": 5, "spent": [], "variance": 9.0}
-    for variance in ("0", math.nan, 0.0):
-        with pytest.raises(StateError, match="variance must be"):
-            bound.set_state({**old, "variance": variance})
+    state = {"bound": 0.3, "round": 5, "spent": []}
+    bound.set_state({**state, "search": [1.0, 1, False], "evidence": 0.2})
+    assert bound.get_state() == {**state, "variance": 9.0}
 
 
 @pytest.mark.parametrize(
@@ -306,8 +283,3 @@ def test_a_vote_is_for_one_bin_on_its_side_of_the_bound(
     assert is_vote(1, int(not clipped), bins)
     assert not is_vote(1, int(clipped), bins)
     assert not is_vote(0, 1, ())
-
-
-def test_a_round_follows_in_its_schedule_only() -> None:
-    for schedule, round_, follows in (("a", 3, True), ("b", 3, False), ("a", 4, False)):
-        assert Participation(2, 4, schedule, round_).follows(Participation(2, 4, "a", 2)) is follows

@@ -13,6 +13,7 @@ from federation_helpers import Clients, Server, norm
 from helpers import BACKENDS, needs, require, to_numpy, to_vector
 
 import fedclip
+from benchmarks.audit import CASES, NOISE, estimate, interval, observe
 from fedclip.engines.declearn.context import ROUND
 from fedclip.engines.declearn.messages import ClippedUpdates, UpdateClipBound, UpdateClipVotes
 from fedclip.errors import StateError
@@ -287,3 +288,28 @@ def test_sparse_updates_are_clipped_and_averaged() -> None:
     assert not clipping.limits.excess(shared, 0.1)
     average = averaged([shared, shared], 2, [1.0, 1.0])["emb"]
     np.testing.assert_allclose(average, exact, rtol=2e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rounds", [400, pytest.param(10_000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("name", CASES)
+def test_a_short_attack_finds_the_faults_and_no_others(name: str, rounds: int) -> None:
+    found = estimate(*observe(CASES[name], rounds, seed=1))
+    assert (found.low > 1 / NOISE) == CASES[name].succeeds
+    assert found.low <= found.mu <= found.high
+    if name == "as it is" and rounds > 400:
+        # Nor much less: the noise is what it has to be.
+        assert 0.9 / NOISE < found.mu < 1.1 / NOISE
+
+
+@pytest.mark.slow
+def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
+    rng = np.random.default_rng(0)
+    for share in (0.02, 0.5, 0.9):
+        inside = 0
+        for successes in rng.binomial(200, share, 1000):
+            low, high = interval(int(successes), 200, 0.05)
+            inside += low <= share <= high
+        assert inside >= 940
+    assert interval(0, 10)[0] == 0.0
+    assert interval(10, 10)[1] == 1.0

@@ -14,11 +14,11 @@ from federation_helpers import Clients, Server, norm, sent
 
 from fedclip.engines.declearn.messages import ClippedUpdates
 from fedclip.engines.declearn.samplers import NamedClients, note_senders
-from fedclip.updates.aggregation import Combining
 from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.client import UpdateClient
 from fedclip.updates.protocol import Reply, RoundResult
 from fedclip.updates.server import UpdateServer
+from fedclip.updates.store import server_of
 from fedclip.updates.weights import Shares, shares_of
 
 NAMES = ["a", "b", "c", "d"]
@@ -214,13 +214,6 @@ def test_a_client_that_can_not_weigh_its_update_sends_zeros_and_says_why(
     assert "a client weighs its own update" in caplog.text
 
 
-@pytest.mark.parametrize("steps", [-1, 201, 10**9, 2**64, 1.5, math.nan])
-def test_a_sum_of_steps_that_can_not_be_is_refused(steps: Any) -> None:
-    (share,) = Shares("steps", max_steps=50).of([Reply({}, steps=steps, clients=4)])
-    assert share.factor == 0.0
-    assert "there are 200 at most" in share.fault
-
-
 NOISE: dict[str, Any] = {"start_norm": 1.0, "noise_multiplier": 1.0, "expected_clients": 2}
 
 
@@ -233,6 +226,10 @@ def test_a_table_needs_to_know_who_is_in_a_sum_and_who_sends_what() -> None:
     for sender in ("eve", ""):
         (share,) = shares.of([Reply({}, steps=10**9, sender=sender)])
         assert share == (0.0, 0.0, "weights does not name its sender")
+    for steps in (-1, 201, 10**9, 2**64, 1.5, math.nan):
+        (share,) = Shares("steps", max_steps=50).of([Reply({}, steps=steps, clients=4)])
+        assert share.factor == 0.0
+        assert "there are 200 at most" in share.fault
     aggregator, update = averaging(weights=TABLE), NumpyVector({"w": np.ones(1)})
     shared = [aggregator.prepare_for_sharing(updates=update, n_steps=1) for _ in range(2)]
     with pytest.raises(ValueError, match="does not know who has sent which reply"):
@@ -244,9 +241,8 @@ def test_a_table_needs_to_know_who_is_in_a_sum_and_who_sends_what() -> None:
 def test_noise_is_refused(more: dict[str, Any]) -> None:
     config = {"name": "clipped-averaging", **more}
     text = f"{'combine = ' if 'combine' in more else 'weights '}.*do.* not go with noise"
-    parts: Any = {"combining": Combining(*more.values())} if "combine" in more else {}
     with pytest.raises(ValueError, match=text):
-        UpdateServer(AdaptiveBound(**NOISE), **parts or {"shares": Shares(**more)})
+        server_of({**NOISE, **more})
     server = Server([("update-clip-server", NOISE)], config)
     with pytest.raises(ValueError, match=text):
         Clients(2, ["update-clip-client"], config).round(0, server.start(), np.ones(2))
