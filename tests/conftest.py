@@ -125,4 +125,4 @@ def no_round_left_open() -> Iterator[None]:
     from fedclip.engines.declearn.context import change, note
 
     note(None, {})
-    change(client=None, server=None)
+    change(client=None, server=None, evaluations=None, members=None)

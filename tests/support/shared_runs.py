@@ -9,14 +9,10 @@ from typing import Any
 import numpy as np
 from declearn.model.sklearn import NumpyVector
 from declearn.optimizer import Optimizer
-from declearn.optimizer.modules import AuxVar
 from declearn.utils.serialize import msgpack_deserialize, msgpack_serialize
 
-from fedclip import Clipper
 from fedclip.engines.declearn.statistics_server import SharedServer
-from fedclip.statistics.counts import (
-    FedclipSharedCounts,
-)
+from fedclip.statistics.counts import FedclipSharedCounts
 
 Steps = Sequence[float | Mapping[str, float]]
 
@@ -49,8 +45,7 @@ class Federation:
         **config: Any,
     ) -> None:
         self.config: dict[str, Any] = {**CONFIGS[name], **config}
-        counterpart = SharedServer.__subclasses__
-        (cls,) = [c for c in counterpart() if c.name == f"{name}-server"]
+        (cls,) = [c for c in SharedServer.__subclasses__() if c.name == f"{name}-server"]
         known = {k: v for k, v in self.config.items() if k in cls.clipper._shared_settings()}
         self.name = name
         self.server = Optimizer(1.0, modules=[(cls.name, {**known, **(server or {})})])
@@ -64,10 +59,8 @@ class Federation:
     def join(self, name: str) -> None:
         self.clients[name] = Optimizer(0.1, modules=[(self.name, {**self.config, "shared": True})])
 
-    def clipper(self, client: str) -> Clipper:
-        module = self.clients[client].modules[0]
-        assert isinstance(module, Clipper)
-        return module
+    def clipper(self, client: str) -> Any:
+        return self.clients[client].modules[0]
 
     @property
     def counterpart(self) -> SharedServer:
@@ -75,28 +68,25 @@ class Federation:
 
     def group(self, label: str = "all") -> dict[str, Any]:
         """Return the shared state of a group."""
-        found: dict[str, Any] = self.counterpart.get_state()["groups"][label]
-        return found
+        return dict(self.counterpart.get_state()["groups"][label])
 
     def round(self, steps: Mapping[str, Steps]) -> dict[str, list[float]]:
         """Run a round with these clients, and return the limits that each has clipped to."""
         sent = msgpack_serialize(self.server.collect_aux_var())
         limits: dict[str, list[float]] = {}
-        replies: dict[str, dict[str, AuxVar]] = {}
+        replies: dict[str, dict[str, Any]] = {}
         for client, norms in steps.items():
             optimizer = self.clients[client]
             optimizer.process_aux_var(msgpack_deserialize(sent))
             optimizer.start_round()
             limits[client] = self.steps(client, norms)
-            replies[client] = optimizer.collect_aux_var()
-            for key in replies[client]:
-                if client in self.tamper:
-                    replies[client][key] = self.tamper[client](replies[client][key])  # type: ignore[arg-type]
+            forge = self.tamper.get(client, lambda message: message)
+            sent_back: dict[str, Any] = optimizer.collect_aux_var()
+            replies[client] = {key: forge(aux) for key, aux in sent_back.items()}
         total: dict[str, Any] = {}
         if self.secagg is None:
             for reply in replies.values():
-                got = msgpack_serialize(reply)
-                for key, aux in msgpack_deserialize(got).items():
+                for key, aux in msgpack_deserialize(msgpack_serialize(reply)).items():
                     total[key] = total.get(key, 0) + aux
         else:
             encrypters, decrypter = self.secagg(list(steps))
@@ -116,15 +106,13 @@ class Federation:
         for norm in norms:
             given = norm if isinstance(norm, Mapping) else {"w": norm}
             clipper.run(NumpyVector({n: np.array([x]) for n, x in given.items()}))
-            assert clipper.last is not None
             limits.append(clipper.last.limit[0])
         return limits
 
 
 def rule_of(fed: Federation) -> Any:
     """Return the rule that clients judge by."""
-    sharing: Any = fed.clipper("client_0")
-    return sharing._sharing.rule.rule
+    return fed.clipper("client_0")._sharing.rule.rule
 
 
 def draw(rng: np.random.Generator, size: int, scale: float = 1.0) -> list[float]:

@@ -57,18 +57,10 @@ def test_a_number_at_the_bound_gets_more_bits(k, exponent):
     # Bits that do not end the doubt are followed by others.
     words = iter([ZERO, ONES, ZERO] * 9)
     assert discrete._below(u - 9, k, exponent, lambda _: next(words))
-
-
-def test_zeros_go_on_in_the_next_word():
+    # Zeros go on in the next word.
     words = iter([np.array([0, 4], np.uint64), np.array([2], np.uint64)])
     found = discrete._zeros(np.array([0, 0, 1, 8], np.uint64), 10, lambda _: next(words))
     assert found.tolist() == [10 + 64 + 1, 10 + 2, 0, 3]
-
-
-@pytest.mark.parametrize("variance", [0, -1, 2**96 + 1])
-def test_a_variance_that_can_not_be_drawn_is_refused(variance):
-    with pytest.raises(ValueError, match="variance must be in"):
-        draws(variance, 1)
 
 
 def summed(variance, sites, reach):
@@ -128,4 +120,7 @@ def test_noise_of_sites_by_hand():
     assert site_variance(100.0, 1) == 10_009
     with pytest.raises(ValueError, match="a grid at least 9"):
         site_variance(1.0, 8)
+    for variance in (0, -1, 2**96 + 1):
+        with pytest.raises(ValueError, match="variance must be in"):
+            draws(variance, 1)
     assert [honest_sites(8, share) for share in (0.75, 0.01, 1.0)] == [6, 1, 8]

@@ -123,14 +123,6 @@ def test_pairs_are_as_fine_in_their_tail_and_near_zero(monkeypatch: pytest.Monke
     assert 0 < radius(top - 2) < radius(top - 3) < 2.0**-30
 
 
-def test_split_costs_what_the_accountant_is_told() -> None:
-    """Gaussian(z_delta) and Gaussian(2 sigma_b) together cost what Gaussian(z) does."""
-    for z, m in ((1.0, 3), (1.0, 100), (0.7, 20), (4.0, 1000)):
-        sigma = accounting.default_bits_noise(z, m)
-        both = [Release(accounting.split_noise(z, sigma), 50), Release(2 * sigma, 50)]
-        assert epsilon(both, 1e-5) == pytest.approx(epsilon([Release(z, 50)], 1e-5), rel=1e-9)
-
-
 @pytest.mark.slow
 def test_epsilon_is_that_of_the_gaussian_mechanism() -> None:
     assert epsilon([Release(1.0)], 1e-5) == pytest.approx(4.377, abs=5e-4)

@@ -30,6 +30,10 @@ def test_a_plan_is_worth_its_rounds_and_no_more(
     assert server.rounds_left() == rounds
     assert server.budget.update_noise == found.update_noise
     assert 0.99 * epsilon <= found.spent <= epsilon
+    # With turns, the round that only votes is paid for, too.
+    turns = plan(epsilon, 1e-5, rounds, clients, per_round=-(-clients // 3), relation=relation)
+    assert turns.separation == 3
+    assert UpdateClipServer(**turns.config).rounds_left() >= rounds
     # Steps of length C in one direction, and noise in all.
     values = replace(found, values=5000)
     assert values.drift == pytest.approx(values.noise * math.sqrt(5000 / rounds))

@@ -2,7 +2,6 @@
 """One state for a whole federation: what it is, who gets it, and what a bad client can do."""
 
 import json
-import warnings
 from itertools import cycle
 from typing import Any
 
@@ -100,9 +99,7 @@ def test_levels_are_those_of_the_last_rounds(name: str, config: Any, secagg: Any
         ("auto-clip", {"median": "window", "window": 60, "feedback": "raw"}, ERROR),
     ],
 )
-def test_one_client_with_one_step_a_round_equals_local(
-    name: str, config: dict[str, Any], error: float
-) -> None:
+def test_one_client_with_one_step_a_round_equals_local(name: str, config: Any, error: Any) -> None:
     rng = np.random.default_rng(5)
     fed = Federation(name, 1, **config)
     local: Any = Optimizer(0.1, modules=[(name, fed.config)]).modules[0]
@@ -135,16 +132,15 @@ def test_scopes(name: str, scope: Any) -> None:
 
 
 @every_clipper
+@pytest.mark.filterwarnings("ignore::fedclip.errors.FedclipWarning")
 def test_what_is_sent_has_the_same_form_every_round(name: str) -> None:
     fed = Federation(name)
     client, forms = fed.clients["client_0"], set()
     for norms in ([], [1.0], [float("nan")], [0.0], [1e30], [1.0] * 40, []):
         client.process_aux_var(fed.server.collect_aux_var())
         client.start_round()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            for norm in norms:
-                fed.clipper("client_0").run(NumpyVector({"w": np.array([norm])}))
+        for norm in norms:
+            fed.clipper("client_0").run(NumpyVector({"w": np.array([norm])}))
         (aux,) = client.collect_aux_var().values()
         secret, clear = aux.prepare_for_secagg()
         assert clear is None
@@ -277,33 +273,6 @@ def test_without_a_counterpart_it_warns_once_and_sends_nothing() -> None:
     with pytest.warns(FedclipWarning, match=f"add '{name}-server' to server_opt") as caught:
         train()
     assert len(caught) == 1
-
-
-@pytest.mark.parametrize(
-    ("more", "server", "message"),
-    [
-        ("", "", "needs 'zscore-clip-server' in"),
-        (None, '"zscore-clip-server"', "needs 'zscore-clip' with shared = true"),
-        (", decay = 0.5", '"zscore-clip-server"', "has decay = 0.5, zscore-clip-server 0.97"),
-        (
-            ', shared_name = "a"',
-            '["ema-clip-server", {shared_name = "a"}]',
-            "'a' is zscore-clip's, and ema-clip-server's in [server_opt]",
-        ),
-        (', include_current = true, feedback = "raw"', "", "not go with include_current=True"),
-        (', z_max = 2, shared_name = "b"', '["zscore-clip-server", {shared_name = "b"}]', "z_max"),
-        (', shared_name = "b"', '["zscore-clip-server", {shared_name = "b"}], "zscore-clip"', ""),
-    ],
-)
-def test_check_finds_it_before_the_run(
-    more: str | None, server: str, message: str, checked: Any
-) -> None:
-    shared = "" if more is None else f', ["zscore-clip", {{shared = true{more}}}]'
-    client = f'"zscore-clip"{shared}'
-    optim = f"[client_opt]\nlrate = 0.1\nmodules = [{client}]\n"
-    found = checked(f"{optim}[server_opt]\nlrate = 1.0\nmodules = [{server}]\n")
-    assert found.ok == (not message)
-    assert found.ok or any(message in problem.message for problem in found.problems)
 
 
 @pytest.mark.parametrize("name", ["auto-clip", "adaptive-clip"])

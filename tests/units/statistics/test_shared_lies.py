@@ -178,16 +178,10 @@ def test_each_group_has_its_own_bounds_and_its_own_norms() -> None:
         field = "level" if name[0] == "p" else "mean"
         assert before["b"][field] == pytest.approx(1000 * before["a"][field], rel=0.1)
         # Of b nobody else says anything.
-        clear = [claim(fed, [1.0] * 2), claim(fed, [1000.0] * 2)]
-
-        def tamper(who: int, which: Any = clear) -> Any:
-            def forge(message: FedclipSharedCounts) -> Any:
-                column = which[who](message).counts
-                return FedclipSharedCounts(1, np.hstack([column, np.zeros_like(column)]))
-
-            return forge
-
-        fed.tamper = {f"client_{i}": tamper(i) for i in range(2)}
+        for client, norm in (("client_0", 1.0), ("client_1", 1000.0)):
+            column = claim(fed, [norm] * 2)(FedclipSharedCounts(1, [])).counts
+            lie = FedclipSharedCounts(1, np.hstack([column, np.zeros_like(column)]))
+            fed.tamper[client] = lambda _, lie=lie: lie
         fed.round({"client_0": [], "client_1": []})
         assert fed.counterpart.refused == 1, name
         # A group without norms keeps its state, and what it remembers.

@@ -16,7 +16,6 @@ from federation_helpers import Server, norm
 from helpers import each_framework, needs
 from laws.test_dtype_shape import dense_values, indexed_slices, sparse_coo
 
-from fedclip.engines.declearn.context import change
 from fedclip.engines.declearn.messages import ClippedUpdates, UpdateClipVotes
 from fedclip.testing import to_numpy, to_vector
 from fedclip.updates import aggregation as trimmed
@@ -25,7 +24,6 @@ from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.client import UpdateClient
 from fedclip.updates.protocol import RoundResult
 from fedclip.updates.server import UpdateServer
-from fedclip.updates.weights import Shares
 
 KINDS = ("arc", "trimmed")
 ARC = {"combine": "arc", "n_hostile": 1}
@@ -139,12 +137,15 @@ def closed(kind: str, updates: list[Any], f: int = 1, **changes: Any) -> RoundRe
     return server.close(replies, {"w": np.zeros(2)})
 
 
-def test_a_round_of_too_few_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    found = closed("trimmed", [[1.0, 0.0]] * 4, f=2)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_round_of_too_few_and_a_secure_sum_say_so(kind: str, caplog: Any) -> None:
+    found = closed(kind, [[1.0, 0.0]] * 4, f=2)
     assert found.average["w"].tolist() == [0.0, 0.0]
     assert len(set(found.faults)) == 1
     assert "n_hostile = 2 needs more than 4 replies in a round, and there are 4" in found.faults[0]
-    assert "counts as zero: combine = 'trimmed' with n_hostile = 2 needs more" in caplog.text
+    assert f"counts as zero: combine = {kind!r} with n_hostile = 2 needs more" in caplog.text
+    with pytest.raises(ValueError, match="secure aggregation: the server sees the sum"):
+        closed(kind, [[1.0, 0.0]] * 4, clients=3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -185,12 +186,3 @@ def test_a_server_refuses_before_the_first_round(secagg: Any, aggregator: Any, t
     request = SimpleNamespace(secagg=secagg, metrics=[], fairness=False, aggrg=within)
     with pytest.raises(RuntimeError, match=text):
         network._begin(request)
-    change(evaluations=None)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_weights_and_sums_are_refused(kind: str) -> None:
-    with pytest.raises(ValueError, match="does not go with weights"):
-        UpdateServer(AdaptiveBound(1.0), combining=Combining(kind, 1), shares=Shares("steps"))
-    with pytest.raises(ValueError, match="secure aggregation: the server sees the sum"):
-        closed(kind, [[1.0, 0.0]] * 4, clients=3)

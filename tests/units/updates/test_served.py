@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Update clipping for any engine: flat messages, and a server whose state is in a file."""
+"""A server for any engine: flat messages, replies one by one, and a state that is in a file."""
 
 import json
+import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,9 @@ from fedclip.cli.privacy import read_spent
 from fedclip.core.records import SERVED
 from fedclip.errors import StateError
 from fedclip.report import read_report
+from fedclip.updates.aggregation import ExactSum
+from fedclip.updates.bound import AdaptiveBound
+from fedclip.updates.client import UpdateClient
 from fedclip.updates.protocol import (
     Participation,
     Reply,
@@ -21,31 +26,36 @@ from fedclip.updates.protocol import (
     reply_from,
     reply_to,
 )
+from fedclip.updates.server import UpdateServer
 from fedclip.updates.store import PersistentServer, client_of, read, server_of
+from fedclip.updates.votes import is_vote, one_hot
 
 MODEL, DEEP = {"w": np.zeros(3)}, "[" * 10**5
-NOISE: dict[str, Any] = {
-    "start_norm": 1.0,
-    "noise_multiplier": 2.0,
-    "expected_clients": 2,
-    "generator": "insecure",
-    "seed": 1,
-}
+SEED: dict[str, Any] = {"generator": "insecure", "seed": 1}
+NOISE = {"start_norm": 1.0, "noise_multiplier": 2.0, "expected_clients": 2, **SEED}
+BANDED = {**NOISE, "separation": 3, "noise": "banded", "rounds": 9}
 
 
 def rounds(served: PersistentServer, count: int) -> list[Any]:
-    replies = [Reply({"w": np.full(3, 0.1)}, votes=1, within=1)] * 2
+    bins = one_hot(0.5, clipped=False)
+    replies = [Reply({"w": np.full(3, 0.1)}, votes=1, within=1, bins=bins)] * 2
     return [
-        served.close(replies, MODEL).average["w"].tolist()
+        [*served.close(replies, MODEL).average["w"], served.rounds[-1]["next_bound"]]
         for _ in range(count)
         if not served.open(Participation(3, 9)).stop
     ]
 
 
 def test_a_reply_comes_through_and_one_that_can_not_be_counts_as_zeros() -> None:
-    reply = Reply(MODEL, votes=1, within=0, clipped=1, steps=5, sender="a")
+    reply = Reply(MODEL, 1, 0, clipped=1, steps=5, sender="a", bins=one_hot(3.0, clipped=True))
     said = json.loads(json.dumps(reply_to(reply)))
+    assert said["bin"] == 7
     assert reply_from(MODEL, said, "a") == reply
+    # An older server names no bins, and gets none; an older client's vote has none.
+    older = {k: v for k, v in bound_to(SentBound(1.0)).items() if k not in ("bins", "only_votes")}
+    plain = reply_to(UpdateClient().clip({"w": np.array([3.0])}, bound_from(older), steps=1))
+    assert "bin" not in plain
+    assert is_vote(1, 0, reply_from({}, plain).bins)
     for wrong in (None, {}, 3, {**said, "votes": True}, {**said, "votes": 1.0}, {**said, "x": 1}):
         assert "the client has no update clipping" in reply_from(MODEL, wrong, "a").fault
     served = PersistentServer({"start_norm": 1.0})
@@ -54,20 +64,21 @@ def test_a_reply_comes_through_and_one_that_can_not_be_counts_as_zeros() -> None
     assert closed.record["share"] is None
 
 
-@pytest.mark.parametrize("more", [{}, {"separation": 3, "noise": "banded", "rounds": 9}])
-def test_a_server_that_was_killed_goes_on(more: dict[str, Any], tmp_path: Path) -> None:
-    whole = PersistentServer({**NOISE, **more}, tmp_path / "whole")
+@pytest.mark.parametrize("settings", [NOISE, BANDED, {"start_norm": 1.0}, {}])
+def test_a_server_that_was_killed_goes_on(settings: dict[str, Any], tmp_path: Path) -> None:
+    whole = PersistentServer(settings, tmp_path / "whole")
     told = rounds(whole, 6)
     for part in (2, 2, 2):
-        served = PersistentServer({**NOISE, **more}, tmp_path / "parts")
+        served = PersistentServer(settings, tmp_path / "parts")
         now = rounds(served, part)
         served.open(Participation(3, 9))  # a bound that was sent, and no replies
         del served
     kept = read(tmp_path / "parts" / SERVED)
     assert kept.rounds[-1]["round"] == 6
-    assert (now == told[4:]) != bool(more)
+    assert (now == told[4:]) == (settings is not BANDED)
     # Each of three has sent a bound that nobody answered, or begun a schedule.
-    assert kept.rounds[-1]["epsilon"] > whole.rounds[-1]["epsilon"]
+    spent = kept.rounds[-1]["epsilon"], whole.rounds[-1]["epsilon"]
+    assert spent[0] > spent[1] if "seed" in settings else spent == (0.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -141,3 +152,116 @@ def test_settings_and_folders_that_are_refused(make: Any, caplog: Any) -> None:
         assert "noise without a folder" not in caplog.text
         PersistentServer(settings)
     assert "noise without a folder" in caplog.text
+
+
+# -- replies that are added as they arrive: one sum, whatever the order, in constant memory --------
+WHOLE = {"w": np.zeros(4), "b": np.zeros(())}
+TABLE = {name: 1.0 + i for i, name in enumerate("abcde")}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "equal": {},
+    "steps": {"weights": "steps", "max_steps": 50},
+    "table": {"weights": TABLE},
+    "capped": {"weights": TABLE, "max_share": 0.3},
+    "arc": {"combine": "arc", "n_hostile": 1},
+    "trimmed": {"combine": "trimmed", "n_hostile": 1},
+    "noise": {"noise_multiplier": 1.0, "expected_clients": 5, **SEED},
+}
+
+
+def five_replies() -> list[Reply]:
+    rng = np.random.default_rng(0)
+    arrays = [{"w": rng.normal(size=4) / 4, "b": np.array(0.1)} for _ in range(5)]
+    return [Reply(a, 1, 1, sender="abcde"[i], steps=3 + 20 * i) for i, a in enumerate(arrays)]
+
+
+def server(kind: str) -> UpdateServer:
+    return server_of({"start_norm": 2.0, "learning_rate": 0.0, **SETTINGS[kind]})
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+def test_what_comes_twice_late_or_broken_changes_nothing(kind: str) -> None:
+    """Nor does the order: adding is closing with all at once."""
+    one, other = server(kind), server(kind)
+    one.open()
+    expected = one.close(five_replies(), WHOLE)
+    with pytest.raises(RuntimeError, match="no round is open"):
+        other.add(five_replies()[0], WHOLE)
+    other.open()
+    for reply in reversed(five_replies()):
+        assert other.add(reply, WHOLE) == ""
+        again = Reply({"w": np.full(4, 0.9), "b": np.array(0.0)}, 1, 0, sender=reply.sender)
+        assert other.add(again, WHOLE) == "its sender has replied already"
+    found = other.close()
+    assert {**found.record, "epsilon": 0, "refused": 0} == {**expected.record, "epsilon": 0}
+    assert found.record["refused"] == 5
+    for name, array in expected.average.items():
+        np.testing.assert_allclose(found.average[name], array, rtol=0, atol=1e-15)
+    with pytest.raises(RuntimeError, match="no round is open"):
+        other.add(five_replies()[0], WHOLE)
+    assert bool(one.aggregation.holds) == (kind in ("capped", "arc", "trimmed"))
+
+
+def test_a_reply_that_breaks_half_way_counts_as_zeros() -> None:
+    """Its first tensor is not in the sum, and the round goes on."""
+    found = server("equal")
+    found.open()
+    found.add(five_replies()[0], WHOLE)
+    # An array whose values cannot be read.
+    broken: Any = SimpleNamespace(shape=(), dtype=np.dtype(float))
+    assert found.add(Reply({"w": np.full(4, 0.5), "b": broken}, sender="z"), WHOLE)
+    closed = found.close()
+    np.testing.assert_allclose(closed.average["w"], np.asarray(five_replies()[0].arrays["w"]) / 2)
+    assert [bool(fault) for fault in closed.faults] == [False, True]
+
+
+def test_a_round_that_is_not_closed_is_discarded(tmp_path: Path) -> None:
+    """Its sum is in no state, in no file, and not in the next round."""
+    kept = PersistentServer({"start_norm": 2.0}, tmp_path)
+    kept.open()
+    before = json.dumps(kept.server.get_state())
+    file = kept.path.read_bytes()
+    kept.add(five_replies()[0], WHOLE)
+    assert json.dumps(kept.server.get_state()) == before
+    assert kept.path.read_bytes() == file
+    kept.open()
+    kept.add(five_replies()[1], WHOLE)
+    closed = kept.close()
+    assert closed.record["replies"] == 1
+    np.testing.assert_array_equal(closed.average["w"], five_replies()[1].arrays["w"])
+    kept.leave()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_sums_in_any_order_are_the_same_to_1e_15(dtype: str) -> None:
+    """Of a thousand positive terms over ten magnitudes, where plain sums are off by more."""
+    rng = np.random.default_rng(1)
+    rows = (10.0 ** rng.uniform(-4 if dtype == "float16" else -10, 0, (1000, 20))).astype(dtype)
+    sums = []
+    for order in (np.arange(1000), np.arange(1000)[::-1], rng.permutation(1000)):
+        total = ExactSum()
+        for i in order:
+            total.add({"w": rows[i]}, 1 / 3)
+        sums.append(total.divided(1.0)["w"])
+    absolute = np.abs(rows.astype(float)).sum(axis=0) / 3
+    for one in sums:
+        assert np.max(np.abs(one - sums[0]) / absolute) <= 1e-15
+
+
+def test_a_round_holds_two_arrays_of_the_models_size() -> None:
+    values, clients = 20_000, 200
+    found = UpdateServer(AdaptiveBound(1.0))
+    model, rng = {"w": np.zeros(values, np.float32)}, np.random.default_rng(0)
+    found.open()
+    total = np.zeros(values)
+    tracemalloc.start()
+    try:
+        for i in range(clients):
+            update = rng.standard_normal(values).astype(np.float32) * np.float32(1e-3)
+            found.add(Reply({"w": update}, 1, 1, sender=f"c{i}"), model)
+            total += update
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    # Two in float64, one reply, and pieces.
+    assert peak < 8 * 8 * values
+    np.testing.assert_allclose(found.close().average["w"], total / clients, rtol=1e-6)

@@ -34,13 +34,8 @@ from fedclip.updates.protocol import Participation, Reply, Schedule
 from fedclip.updates.server import UpdateServer
 
 CLIPPED = {"name": "clipped-averaging"}
-BANDED: dict[str, Any] = {
-    "noise_multiplier": 2.0,
-    "expected_clients": 2,
-    "separation": 3,
-    "noise": "banded",
-    "rounds": 12,
-}
+NOISE: dict[str, Any] = {"noise_multiplier": 2.0, "expected_clients": 2}
+BANDED = {**NOISE, "separation": 3, "noise": "banded", "rounds": 12}
 
 
 def matrix(c: tuple[float, ...], rounds: int) -> np.ndarray[Any, Any]:
@@ -218,20 +213,18 @@ def lived(config: dict[str, Any], life: list[str]) -> None:
 
 @pytest.mark.parametrize("how", ["gone", "older", "another", "put back", "damaged"])
 def test_a_restart_without_its_ledger_is_refused(how: str, tmp_path: Path) -> None:
-    path = tmp_path / "spent"
-    bound = seeded(noise="independent", rounds=None, ledger=str(path))
+    path, other = tmp_path / "spent", {"gone": None, "older": None, "another": "other"}
+    plain = {"noise": "independent", "rounds": None}
+    bound = seeded(**plain, ledger=str(path))
     list(played(bound, 1))
     before = path.read_bytes()
     list(played(bound, 4))
-    state = bound.get_state()
-    again = seeded(noise="independent", rounds=None, ledger=str(path))
-    if how in ("gone", "older"):
-        again = seeded(noise="independent", rounds=None)
+    state, name = bound.get_state(), other.get(how, "spent")
+    again = seeded(**plain, ledger=name and str(tmp_path / name))
+    if name is None:
         budget._OF_THIS_PROCESS.clear()
     if how == "older":
         del state["ledger"]
-    if how == "another":
-        again = seeded(noise="independent", rounds=None, ledger=str(tmp_path / "other"))
     if how in ("put back", "damaged"):
         ledger._OF_THIS_PROCESS.clear()
         path.write_bytes(before if how == "put back" else b"{" + before)
@@ -266,21 +259,29 @@ def test_the_server_stops_where_turns_are_closer_than_it_charges_for() -> None:
     assert not opened("abc", per_round=1)
     assert "'round-robin', 'per_round': 2" in opened(None)
     assert "4 clients have a turn every 2 rounds" in opened("abcd")
+    # A guarded server draws by turns where noise is accounted so.
+    for config, per_round in ((BANDED, 2), ({}, None)):
+        server = {"lrate": 1.0, "modules": [("update-clip-server", config)]}
+        optim = {"client_opt": 0.1, "aggregator": "clipped-averaging", "server_opt": server}
+        network = NetworkServerConfig("websockets", "127.0.0.1", 8765)
+        inner = guarded(network, FLOptimConfig.from_params(**optim))["client_sampler"].sampler
+        assert getattr(inner, "per_round", None) == per_round
+    # A round follows in its own schedule only.
+    for schedule, round_, follows in (("a", 3, True), ("b", 3, False), ("a", 4, False)):
+        assert Participation(2, 4, schedule, round_).follows(Participation(2, 4, "a", 2)) is follows
 
 
+@pytest.mark.usefixtures("no_round_left_open")
 def test_nobody_takes_the_place_of_a_client_that_has_left() -> None:
     found = sampler("abcd", 2)
     members = Members(set("abcd"), min_replies=1)
     change(members=members)
-    try:
-        members.leave("a", "{client} is gone")
-        assert [found.run() for _ in range(3)] == [{"c"}, {"b", "d"}, {"c"}]
-        members.leave("b", "{client} is gone")
-        members.leave("d", "{client} is gone")
-        with pytest.raises(RuntimeError, match="no client may replace them"):
-            found.run()
-    finally:
-        change(members=None)
+    members.leave("a", "{client} is gone")
+    assert [found.run() for _ in range(3)] == [{"c"}, {"b", "d"}, {"c"}]
+    members.leave("b", "{client} is gone")
+    members.leave("d", "{client} is gone")
+    with pytest.raises(RuntimeError, match="no client may replace them"):
+        found.run()
 
 
 def test_a_reply_out_of_turn_ends_the_run() -> None:
@@ -299,12 +300,3 @@ def test_a_short_audit_finds_the_faults_and_no_others(name: str) -> None:
     found = attack.audit(case, runs=4)
     # Six standard deviations of an estimate are 0.21.
     assert found.mu > 1.1 if case.found else found.mu < 1.22
-
-
-def test_a_guarded_server_draws_by_turns_where_noise_is_accounted_so() -> None:
-    for config, per_round in ((BANDED, 2), ({}, None)):
-        server = {"lrate": 1.0, "modules": [("update-clip-server", config)]}
-        optim = {"client_opt": 0.1, "aggregator": "clipped-averaging", "server_opt": server}
-        network = NetworkServerConfig("websockets", "127.0.0.1", 8765)
-        inner = guarded(network, FLOptimConfig.from_params(**optim))["client_sampler"].sampler
-        assert getattr(inner, "per_round", None) == per_round

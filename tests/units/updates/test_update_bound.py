@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bound of updates: how it follows the votes, what they cost, and who is counted."""
 
-import json
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,22 +12,10 @@ from hypothesis.extra.numpy import arrays
 
 from benchmarks.bound_speed import Federation
 from fedclip import UpdateClipServer
-from fedclip.errors import StateError
 from fedclip.privacy.accounting import Accountant, Release, epsilon
-from fedclip.privacy.planning import plan
 from fedclip.updates.bound import AdaptiveBound
-from fedclip.updates.client import UpdateClient
 from fedclip.updates.noise import Budget, draws_of
-from fedclip.updates.protocol import (
-    Participation,
-    Reply,
-    Schedule,
-    SentBound,
-    bound_from,
-    bound_to,
-    reply_from,
-    reply_to,
-)
+from fedclip.updates.protocol import Reply
 from fedclip.updates.server import UpdateServer
 from fedclip.updates.votes import BINS, BoundRule, is_vote, one_hot, projected
 
@@ -73,11 +59,12 @@ def test_projected_counts_are_the_nearest_possible_ones(
         ({"b0": 1.0, "b7": 4.0 / 3, "b9": 5.0 / 3}, 1.75, 0.25),
         ({"b9": 4.0}, 3.0, 0.0),
         ({"b0": 4.0}, -3.0, 1.0),
+        ({}, 0.0, None),
         # An empty bin between both halves: the quantile is where the upper half ends.
         ({"b3": 2.0, "b6": 2.0}, -0.5, 0.5),
     ],
 )
-def test_a_step_by_hand(bins: dict[str, float], octaves: float, share: float) -> None:
+def test_a_step_by_hand(bins: dict[str, float], octaves: float, share: float | None) -> None:
     """Without knowledge from before, nearly all of the way; with much, a part of it."""
     row = counts(**bins)
     after = RULE.after(2.0, 1e9, row)
@@ -89,6 +76,9 @@ def test_a_step_by_hand(bins: dict[str, float], octaves: float, share: float) ->
         near = RULE.after(2.0, 0.01, row)
         assert math.log2(near.bound / 2.0) == pytest.approx(octaves * gain)
         assert near.variance == pytest.approx((1 - gain) * 0.0325)
+    # The bound stays within its limits.
+    narrow = BoundRule(0.5, 1.9, 2.1).after(2.0, 1e9, row).bound
+    assert narrow == pytest.approx(min(max(2.0 * 2.0**octaves, 1.9), 2.1))
 
 
 def test_a_quantile_other_than_the_median_and_noise_by_hand() -> None:
@@ -127,21 +117,6 @@ def test_how_fast_the_bound_follows_and_how_quiet_it_is(
     assert told.falling(40) <= falling
 
 
-def test_a_vote_through_plain_tables_and_from_an_older_client() -> None:
-    sent = bound_from(bound_to(SentBound(1.0)))
-    reply = UpdateClient().clip({"w": np.array([3.0])}, sent, steps=1)
-    assert reply_to(reply)["bin"] == 7
-    again = reply_from(reply.arrays, reply_to(reply))
-    assert (again.votes, again.within, tuple(again.bins)) == (1, 0, one_hot(3.0, True))
-    # An older server names no bins, and gets none; an older client's vote has none.
-    older = {k: v for k, v in bound_to(sent).items() if k not in ("bins", "only_votes")}
-    plain = UpdateClient().clip({"w": np.array([3.0])}, bound_from(older), steps=1)
-    assert "bin" not in reply_to(plain)
-    assert is_vote(1, 0, reply_from({}, reply_to(plain)).bins)
-    for votes, within, bins in ((1, 1, one_hot(3.0, True)), (0, 0, one_hot(3.0, True)), (1, 1, 4)):
-        assert not is_vote(votes, within, bins)
-
-
 @pytest.mark.parametrize("noise", [{}, PRIVATE], ids=["plain", "noise"])
 def test_votes_without_bins_count_as_two_bins_or_not_at_all(noise: Any, caplog: Any) -> None:
     server = UpdateServer(AdaptiveBound(1.0, **noise))
@@ -172,9 +147,7 @@ def test_a_secure_sum_of_impossible_votes_moves_the_bound_by_three_octaves_at_mo
 
 
 @pytest.mark.parametrize(("relation", "apart"), [("add-remove", 1.0), ("replace-one", 2**0.5)])
-def test_votes_and_update_together_cost_what_a_round_is_charged(
-    relation: str, apart: float
-) -> None:
+def test_votes_and_update_together_cost_what_a_round_is_charged(relation: str, apart: Any) -> None:
     """mu^2 of both mechanisms adds up to that of the noise multiplier."""
     accountant = Accountant(1e-5, relation)
     budget = Budget(1.0, 40, accountant, draws_of("insecure", 3), bits_noise=0.7)
@@ -188,13 +161,16 @@ def test_votes_and_update_together_cost_what_a_round_is_charged(
     assert others.max() < 0.1
 
 
-def test_steps_depend_on_noised_votes_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So they cost no privacy: how many replied, and what was impossible, makes no difference."""
-    followed = []
+def test_steps_depend_on_noised_votes_only() -> None:
+    """So they cost no privacy: how many replied, and what was impossible, makes no difference.
+
+    However many clients reply, one of them moves what the noise is added to by 1.
+    """
+    followed, seen = [], []
     for extra, clients in ((0, 4), (0, 9), (1000, 4), (-7, 1)):
         bound = AdaptiveBound(1.0, **PRIVATE)
         noisy = counts(b7=3.0, b2=2.0)
-        monkeypatch.setattr(bound.budget, "noised_counts", lambda counts, round_, n=noisy: n)
+        bound.budget.noised_counts = lambda given, _, n=noisy: seen.append(given.sum()) or n
         rows = []
         for _ in range(6):
             bound.open()
@@ -202,16 +178,7 @@ def test_steps_depend_on_noised_votes_only(monkeypatch: pytest.MonkeyPatch) -> N
             rows.append((bound.bound, bound.variance))
         followed.append(rows)
     assert all(rows == followed[0] for rows in followed)
-
-
-def test_counts_are_possible_before_they_get_noise() -> None:
-    """However many clients reply, one of them moves what the noise is added to by 1."""
-    bound, seen = AdaptiveBound(1.0, **PRIVATE), []
-    bound.budget.noised_counts = lambda counts, round_: seen.append(counts) or counts
-    for many in (3.0, 4.0, 1e6, 1e6 + 1):
-        bound.open()
-        bound.count(counts(b3=many), int(many))
-    assert [row.sum() for row in seen] == [3.0, 4.0, 4.0, 4.0]
+    assert seen == [2.0] * 12 + [4.0] * 6 + [0.0] * 6
 
 
 @pytest.mark.parametrize(("share", "loss"), [(0.0, None), (0.5, 1.0)])
@@ -293,30 +260,11 @@ def test_settings_that_are_refused(config: dict[str, Any], text: str) -> None:
         UpdateClipServer(**config)
 
 
-@pytest.mark.parametrize("config", [{}, {**PRIVATE, "generator": "insecure", "seed": 1}], ids=len)
-def test_a_restart_mid_run_makes_no_difference(config: dict[str, Any]) -> None:
-    def go(bound: AdaptiveBound, rounds: int) -> list[float]:
-        followed = []
-        for _ in range(rounds):
-            bound.open()
-            bound.count(4.0 * np.array(one_hot(0.05 / bound.bound, bound.bound < 0.05)), 4)
-            followed.append(bound.bound)
-        return followed
-
-    expected = go(AdaptiveBound(**config), 8)
-    for cut in range(1, 8):
-        first, second = AdaptiveBound(**config), AdaptiveBound(**config)
-        start = go(first, cut)
-        second.set_state(json.loads(json.dumps(first.get_state())))
-        assert start + go(second, 8 - cut) == expected
-    # A state of an earlier version, with a search, says nothing of a variance.
-    old = {"bound": 0.3, "round": 5, "spent": [], "search": [1.0, 1, False], "evidence": 0.2}
+def test_a_state_of_an_earlier_version_with_a_search_says_nothing_of_a_variance() -> None:
     bound = AdaptiveBound()
-    bound.set_state(old)
-    assert bound.get_state() == {"bound": 0.3, "round": 5, "spent": [], "variance": 9.0}
-    for variance in ("0", math.nan, 0.0):
-        with pytest.raises(StateError, match="variance must be"):
-            bound.set_state({**old, "variance": variance})
+    state = {"bound": 0.3, "round": 5, "spent": []}
+    bound.set_state({**state, "search": [1.0, 1, False], "evidence": 0.2})
+    assert bound.get_state() == {**state, "variance": 9.0}
 
 
 @pytest.mark.parametrize(
@@ -335,38 +283,3 @@ def test_a_vote_is_for_one_bin_on_its_side_of_the_bound(
     assert is_vote(1, int(not clipped), bins)
     assert not is_vote(1, int(clipped), bins)
     assert not is_vote(0, 1, ())
-
-
-def test_a_vote_that_does_not_fit_its_bin_is_not_counted() -> None:
-    server, client = UpdateServer(AdaptiveBound(1.0)), UpdateClient()
-    sent = server.open()
-    honest = client.clip({"w": np.array([9.0])}, sent, steps=1)
-    false = replace(honest, sender="eve", bins=one_hot(0.1, clipped=False))
-    assert server.close([honest, false], MODEL).record["share"] == 0.0
-
-
-def test_banded_noise_is_as_long_as_its_coefficients() -> None:
-    banded = {"separation": 3, "noise": "banded", "rounds": 12, "learning_rate": 0.0}
-    made = AdaptiveBound(1.0, **PRIVATE, **banded)
-    alone = math.hypot(*made.budget.coefficients)
-    assert alone > 1.05
-    assert made.budget.update_noise == pytest.approx(alone)
-
-
-def test_a_round_follows_in_its_schedule_only() -> None:
-    for schedule, round_, follows in (("a", 3, True), ("b", 3, False), ("a", 4, False)):
-        assert Participation(2, 4, schedule, round_).follows(Participation(2, 4, "a", 2)) is follows
-
-
-@pytest.mark.parametrize("relation", ["add-remove", "replace-one"])
-def test_a_plan_with_turns_pays_for_the_round_that_only_votes(relation: str) -> None:
-    planned = plan(2.0, 1e-4, 12, 12, per_round=4, relation=relation)
-    settings: dict[str, Any] = {"separation": 3, "max_epsilon": 2.0, "relation": relation}
-    settings |= {"noise_multiplier": planned.noise_multiplier, "expected_clients": 4}
-    server, client = UpdateServer(AdaptiveBound(delta=1e-4, **settings)), UpdateClient()
-    schedule = Schedule([f"{i:02}" for i in range(12)], 4)
-    for round_ in range(12):
-        sent = server.open(schedule.at(round_))
-        assert not sent.stop
-        server.close([client.clip({"w": np.ones(1)}, sent, steps=1)], MODEL)
-    assert server.bound.epsilon <= planned.epsilon

@@ -1,7 +1,6 @@
 """Update clipping for any engine, beside declearn's plug-ins on the same data."""
 
 import math
-import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -16,13 +15,11 @@ from fedclip import UpdateClipServer
 from fedclip.engines.declearn.messages import UpdateClipVotes
 from fedclip.engines.declearn.samplers import note_senders
 from fedclip.engines.declearn.statistics_server import ZScoreClipServer
-from fedclip.errors import FedclipWarning
-from fedclip.updates.aggregation import Combining
 from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.client import UpdateClient
 from fedclip.updates.protocol import Reply, SentBound
 from fedclip.updates.server import UpdateServer
-from fedclip.updates.weights import Shares
+from fedclip.updates.store import client_of, server_of
 
 NOISE = {"noise_multiplier": 1.0, "generator": "insecure", "seed": 7}
 
@@ -47,16 +44,13 @@ NAMES, STEPS = "abcde", [3, 10, 20, 400, 7]
 
 
 def by_the_core(bound: dict[str, Any], client: dict[str, Any], more: dict[str, Any]) -> list[Any]:
-    scope, combine = client.get("scope", "global"), more.get("combine")
-    parts: dict[str, Any] = {"combining": Combining(*more.values())} if combine else {}
-    parts = parts or {"shares": Shares(**more)}
-    servers = [UpdateServer(AdaptiveBound(**bound), scope=scope, **parts) for _ in range(2)]
-    server = servers.pop()
-    clients, seen = [UpdateClient(**client) for _ in NAMES], []
+    settings = {**bound, **client, **more}
+    server, seen = server_of(settings), list[Any]()
+    clients = [client_of(settings) for _ in NAMES]
     for round_, given in enumerate(updates()):
         if round_ == 4:
-            servers[0].set_state(server.get_state())
-            server = servers.pop()
+            state, server = server.get_state(), server_of(settings)
+            server.set_state(state)
         sent = server.open()
         replies = [
             replace(c.clip(update, sent, steps=steps), sender=name)
@@ -92,6 +86,7 @@ def by_the_plugins(bound: dict[str, Any], client: dict[str, Any], more: dict[str
 TABLE = {"a": 1.0, "b": 2.0, "c": 5.0, "d": 40.0, "e": 3.0}
 
 
+@pytest.mark.filterwarnings("ignore::fedclip.errors.FedclipWarning")
 @pytest.mark.parametrize(
     ("bound", "client", "more"),
     [
@@ -115,9 +110,7 @@ def test_the_core_and_the_plugins_give_the_same(bound: Any, client: Any, more: A
 
     Both go on from their state in the middle.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FedclipWarning)
-        ours, theirs = by_the_core(bound, client, more), by_the_plugins(bound, client, more)
+    ours, theirs = by_the_core(bound, client, more), by_the_plugins(bound, client, more)
     # Each has a ledger of its own.
     assert {**ours[-1], "ledger": ""} == {**theirs[-1], "ledger": ""}
     for (bound_, average), (expected, same) in zip(ours[:-1], theirs[:-1], strict=True):
@@ -125,12 +118,6 @@ def test_the_core_and_the_plugins_give_the_same(bound: Any, client: Any, more: A
         for name in same:
             assert average[name].dtype == same[name].dtype
             np.testing.assert_array_equal(average[name], same[name])
-
-
-def test_all_zeros_abstain_where_steps_are_not_known() -> None:
-    client, sent = UpdateClient(), SentBound(1.0)
-    for size, steps, votes in ((0.0, None, 0), (0.5, None, 1), (0.0, 3, 1), (0.5, 0, 0)):
-        assert client.clip({"w": np.array([size])}, sent, steps=steps).votes == votes
 
 
 def test_a_client_refuses_what_is_not_for_it() -> None:
@@ -142,6 +129,10 @@ def test_a_client_refuses_what_is_not_for_it() -> None:
     ):
         with pytest.raises(error, match=text):
             UpdateClient().clip(update, sent)
+    # All zeros abstain where steps are not known.
+    client, sent = UpdateClient(), SentBound(1.0)
+    for size, steps, votes in ((0.0, None, 0), (0.5, None, 1), (0.0, 3, 1), (0.5, 0, 0)):
+        assert client.clip({"w": np.array([size])}, sent, steps=steps).votes == votes
 
 
 ONES, ZEROS, KERNEL = np.ones(4), np.zeros(4), np.ones((4, 4))
@@ -231,13 +222,8 @@ def test_a_server_refuses_them_before_its_first_message() -> None:
         stop = sent(**config, unnoised=more)["update-clip"].stop
         assert ("zscore-clip-server" in stop) == refused
     assert not sent()["update-clip"].stop
-
-
-def test_a_server_refuses_statistics_that_stand_before_its_noise() -> None:
-    config = {"noise_multiplier": 1.0, "expected_clients": 3}
     noise, shared = UpdateClipServer(**config), ZScoreClipServer()
-    server = Optimizer(lrate=1.0, modules=[shared, noise])
-    server.collect_aux_var()
+    Optimizer(lrate=1.0, modules=[shared, noise]).collect_aux_var()
     noise.process_aux_var(UpdateClipVotes(n_clients=3, n_votes=3, n_within=3))
     with pytest.raises(ValueError, match="stands before the noise: put update-clip-server first"):
         shared.run(NumpyVector({"w": np.ones(2)}))
