@@ -109,9 +109,11 @@ ROWS = np.array([1, 3, 1, 0])
 VALUES = np.array([[3.0, 4.0], [0.0, 12.0], [1.0, -1.0], [0.5, 0.5]])
 
 
-def sparse(framework: str, rows: Any, values: Any) -> Any:
+def sparse(framework: str, rows: Any, numbers: Any, dtype: str | None = None) -> Any:
     """Return the gradient of an embedding of five rows, of which some may repeat."""
-    module, found = require(framework), to_vector({}, framework)
+    module = require(framework)
+    found = to_vector({"emb.table": numbers}, framework, dtype)
+    values = found.coefs["emb.table"]
     table = (
         module.sparse_coo_tensor(rows[None], values, (5, 2), check_invariants=True)
         if framework == "torch"
@@ -140,8 +142,7 @@ def to_dense(value: Any) -> np.ndarray:
     ids=str,
 )
 def test_every_clipper_treats_it_as_the_dense_tensor(specimen: Specimen, framework: str) -> None:
-    (values,) = to_vector({"w": VALUES}, framework).coefs.values()
-    given = sparse(framework, ROWS, values)
+    given = sparse(framework, ROWS, VALUES)
     dense = to_vector({name: to_dense(value) for name, value in given.coefs.items()}, framework)
     if isinstance(specimen.config.get("scope"), dict):
         specimen = Specimen(specimen.name)
@@ -160,8 +161,7 @@ def test_the_sum_of_repeated_rows_keeps_the_bound(framework: str, dtype: str, se
     rows = rng.integers(0, 3, 64)
     # Much of it cancels, so that the rounding of single rows would count.
     values = rng.standard_normal((64, 2)) * 10.0 ** rng.uniform(0, 2, (64, 1))
-    (narrow,) = to_vector({"w": values}, framework, dtype).coefs.values()
-    given = sparse(framework, rows, narrow)
+    given = sparse(framework, rows, values, dtype)
     output = NormClip(0.1).run(given).coefs["emb.table"]
     if framework == "torch":
         found = output.double().to_dense()
