@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every clipper does in compiled code what it does on the host."""
-
-from __future__ import annotations
+"""Every clipper does in compiled code what it does on the host, and has derivatives, or refuses."""
 
 import importlib
 import inspect
 import pkgutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,13 +13,14 @@ import pytest
 from helpers import SPECIMENS, Specimen, gradient, needs, require
 
 import fedclip.rules
-from fedclip import AGC, NormClip, ZScoreClip
+from fedclip import AGC, NormClip, ValueClip, ZScoreClip
 from fedclip.arrays import backend_named
 from fedclip.errors import FedclipWarning
+from fedclip.loops.compiled import first_state, groups_of, transform_of
 from fedclip.rules.constant import Given
 from fedclip.rules.own import Own
-from fedclip.testing import to_vector
-from fedclip.transforms import NormClipping, clip_on_device, device_state
+from fedclip.testing import SHAPES, to_vector
+from fedclip.transforms import NormClipping, clip_on_device
 
 # Those of the specimens that clip norms.
 RULES = [
@@ -83,64 +82,6 @@ def float32_steps() -> list[dict[str, np.ndarray]]:
 WEIGHTS = {name: value.astype(np.float32) for name, value in gradient(99, 1.0).items()}
 
 
-class Compiled:
-    """A specimen as a function of gradients and a state; its groups are known beforehand."""
-
-    def __init__(self, specimen: Specimen, framework: str, **config: Any) -> None:
-        self.clipper, self.xp = specimen.make(**config), backend(framework)
-        self.make = MAKE[framework]
-        self.weights = {name: self.make(value) for name, value in WEIGHTS.items()}
-        shapes = {name: value.shape for name, value in WEIGHTS.items()}
-        self.groups = self.clipper.groups(shapes)
-        if isinstance(self.clipper, AGC):
-            return
-        self.transform = self.clipper.transform(self.groups)
-
-    def start(self) -> Any:
-        if isinstance(self.clipper, AGC):
-            return ()
-        first = self.transform.init(self.groups)
-        return device_state(self.transform, self.weights, self.groups, self.xp, first, {})
-
-    def __call__(self, gradients: Any, state: Any) -> tuple[Any, Any]:
-        clipper = self.clipper
-        transform = (
-            clipper.transform([*self.weights.values()], self.groups, self.xp, traced=True)
-            if isinstance(clipper, AGC)
-            else self.transform
-        )
-        policy = clipper.on_nonfinite
-        outputs, step = clip_on_device(transform, gradients, self.groups, self.xp, state, policy)
-        return outputs, step.state
-
-
-MAKE: dict[str, Callable[[Any], Any]] = {
-    "torch": lambda value: require("torch").tensor(value),
-    "jax": lambda value: require("jax").numpy.asarray(value),
-    "tensorflow": lambda value: require("tensorflow").constant(value),
-}
-
-
-def assert_as_on_the_host(
-    specimen: Specimen, framework: str, wrap: Any, both: Any = None, **config: Any
-) -> None:
-    """Compare all steps; `both` makes batches of two, of which the second is looked at."""
-    compiled, host = Compiled(specimen, framework, **config), specimen.make(**config)
-    step, state = wrap(compiled), compiled.start()
-    state = state if both is None else both(state)
-    for arrays in float32_steps():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FedclipWarning)
-            wanted = host.clip(arrays, WEIGHTS) if isinstance(host, AGC) else host.clip(arrays)
-        given = {name: compiled.make(value) for name, value in arrays.items()}
-        outputs, state = step(given if both is None else both(given), state)
-        for name, value in wanted.items():
-            found = np.asarray(outputs[name] if both is None else outputs[name][1])
-            assert found.dtype == np.float32
-            near = 1e-6 * float(np.abs(np.nan_to_num(value)).max())
-            np.testing.assert_allclose(found, value, rtol=1e-6, atol=near, err_msg=name)
-
-
 def _jax_both(tree: Any) -> Any:
     jax = require("jax")
     return jax.tree.map(lambda x: jax.numpy.stack([0.5 * x, x]), tree)
@@ -158,12 +99,17 @@ def _torch_compile(step: Any) -> Any:
     return torch.compile(step, fullgraph=True, backend="eager")
 
 
-WAYS: dict[str, Any] = {
-    "torch.func.vmap": ("torch", lambda f: require("torch").func.vmap(f), _torch_both),
-    "torch, passed on": ("torch", lambda f: f, None, "propagate"),
-    "jax.vmap": ("jax", lambda f: require("jax").jit(require("jax").vmap(f)), _jax_both),
-    "tf.function": ("tensorflow", lambda f: require("tensorflow").function(f.__call__), None),
-    "torch.compile": ("torch", lambda f: _torch_compile(f.__call__), None),
+def _alone(tree: Any) -> Any:
+    return tree
+
+
+# A framework, what compiles, what makes batches of two, of which the second is looked at.
+WAYS: dict[str, tuple[str, Any, Any, dict[str, Any]]] = {
+    "torch.func.vmap": ("torch", lambda f: require("torch").func.vmap(f), _torch_both, {}),
+    "torch, passed on": ("torch", lambda f: f, _alone, {"on_nonfinite": "propagate"}),
+    "jax.vmap": ("jax", lambda f: require("jax").jit(require("jax").vmap(f)), _jax_both, {}),
+    "tf.function": ("tensorflow", lambda f: require("tensorflow").function(f), _alone, {}),
+    "torch.compile": ("torch", _torch_compile, _alone, {}),
 }
 # Each clipper in every second way, of which other rows of its are in one.
 ROWS = [
@@ -176,11 +122,26 @@ ROWS = [
 
 @pytest.mark.parametrize(("specimen", "way"), ROWS, ids=str)
 def test_compiled_code_does_what_the_host_does(specimen: Specimen, way: str) -> None:
-    framework, wrap, both, *policy = WAYS[way]
-    needs(framework)
-    assert_as_on_the_host(
-        specimen, framework, wrap, both, **dict(zip(["on_nonfinite"], policy, strict=False))
-    )
+    framework, wrap, both, config = WAYS[way]
+    xp, clipper, host = backend(framework), specimen.make(**config), specimen.make(**config)
+    groups, weights = groups_of(clipper, WEIGHTS), to_vector(WEIGHTS, framework).coefs
+
+    def compiled(gradients: Any, state: Any) -> tuple[Any, Any]:
+        transform, policy = transform_of(clipper, groups, weights, xp), clipper.on_nonfinite
+        outputs, step = clip_on_device(transform, gradients, groups, xp, state, policy)
+        return outputs, step.state
+
+    step, state = wrap(compiled), both(first_state(clipper, groups, weights, xp))
+    for arrays in float32_steps():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FedclipWarning)
+            wanted = host.clip(arrays, WEIGHTS) if isinstance(host, AGC) else host.clip(arrays)
+        outputs, state = step(both(dict(to_vector(arrays, framework).coefs)), state)
+        for name, value in wanted.items():
+            found = np.asarray(outputs[name][1] if "vmap" in way else outputs[name])
+            assert found.dtype == np.float32
+            near = 1e-6 * float(np.abs(np.nan_to_num(value)).max())
+            np.testing.assert_allclose(found, value, rtol=1e-6, atol=near, err_msg=name)
 
 
 @pytest.mark.slow
@@ -222,3 +183,154 @@ def test_a_clipper_itself_is_refused_where_it_could_not_remember(
         # Nothing of the compiled code is left in it.
         assert clipper.clip({"w": np.array([0.3])})["w"] == 0.3
         clipper.get_state()
+
+
+# -- derivatives are those of finite differences ---------------------------------------------------
+NAMES = [*SHAPES]
+SAMPLE = ("norm-clip-l1", "ema-value-clip")
+Trees = list[Any]
+
+
+def point(steps: int) -> list[np.ndarray]:
+    """Return gradients of several steps, with a spike among them, and weights; of one, zeros."""
+    rng = np.random.default_rng(103)
+    rows = [gradient(3 + t, 0.6 if t == steps - 2 else 0.15) for t in range(steps)]
+    rows.append({n: rng.standard_normal(shape) / 2 for n, shape in SHAPES.items()})
+    return [np.array(r[n] * (n != "enc.weight"), np.float64) for r in rows for n in NAMES]
+
+
+def weighed(xp: Any, step: Callable[..., Any], values: Trees) -> Any:
+    """Return a sum of all outputs, norms and finite limits, each with a weight of its own."""
+    rng, size, total, state = np.random.default_rng(0), len(NAMES), 0.0, None
+    rows = [dict(zip(NAMES, values[i:], strict=False)) for i in range(0, len(values), size)]
+    for row in rows[:-1]:
+        clipped, state = step(row, state, rows[-1])
+        for part in (*clipped.values(), state.norm, state.limit):
+            weights = xp.asarray(rng.standard_normal(tuple(part.shape)), dtype=part.dtype)
+            # A limit is infinite where there is none, and has no derivative.
+            total = total + (xp.where(abs(part) < 1e300, part, 0.0) * weights).sum()
+    return total
+
+
+def pure_clipping(clipper: Any) -> Any:
+    require("torch")
+    from fedclip.loops.torch import PureClipping
+
+    return PureClipping(clipper)
+
+
+def torch_sum(specimen: Specimen) -> Callable[[Trees], Any]:
+    torch, pure = require("torch"), pure_clipping(specimen.make())
+
+    def step(row: Mapping[str, Any], state: Any, weights: Any) -> Any:
+        if state is None:
+            state = pure.init({n: g.detach() for n, g in row.items()})
+        return pure.update(row, state, weights if specimen.kind == "regularizer" else None)
+
+    return lambda values: weighed(torch, step, values)
+
+
+def slopes(function: Any, values: list[np.ndarray], v: Trees, dtype: Any) -> Any:
+    """Return the gradient, and first and second derivative in a direction, by autograd."""
+    import torch
+
+    x = [torch.tensor(a, dtype=dtype, requires_grad=True) for a in values]
+    first = torch.autograd.grad(function(x), x, create_graph=True, materialize_grads=True)
+    along = sum((g * torch.tensor(d, dtype=dtype)).sum() for g, d in zip(first, v, strict=True))
+    second = torch.zeros(())
+    if along.requires_grad:
+        found = torch.autograd.grad(along, x, materialize_grads=True)
+        second = sum((g * torch.tensor(d)).sum() for g, d in zip(found, v, strict=True))
+    return first, float(along.detach()), float(second)
+
+
+def moved(values: list[np.ndarray], v: Trees, by: float) -> list[np.ndarray]:
+    return [a + by * d for a, d in zip(values, v, strict=True)]
+
+
+# Torch's own, from its first forward derivative on.
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("specimen", [s for s in SPECIMENS if not s.label], ids=str)
+def test_derivatives_in_torch(specimen: Specimen) -> None:
+    torch = require("torch")
+    function, values = torch_sum(specimen), point(7)
+    rng = np.random.default_rng(1)
+    v = [rng.standard_normal(a.shape) * 0.1 * bool(a.any()) for a in values]
+    first, along, second = slopes(function, values, v, torch.float64)
+    h = 1e-6
+    with torch.no_grad():
+        up, down = (function([*map(torch.as_tensor, moved(values, v, e))]) for e in (h, -h))
+    assert along == pytest.approx(float(up - down) / (2 * h), rel=1e-6, abs=1e-6)
+    h = 1e-5
+    up, down = (slopes(function, moved(values, v, e), v, torch.float64)[1] for e in (h, -h))
+    assert second == pytest.approx((up - down) / (2 * h), rel=1e-4, abs=1e-4)
+    for one, other in zip(
+        first, torch.func.grad(function)([*map(torch.tensor, values)]), strict=True
+    ):
+        torch.testing.assert_close(one, other)
+    _, pushed = torch.func.jvp(
+        function, ([*map(torch.tensor, values)],), ([*map(torch.tensor, v)],)
+    )
+    assert along == pytest.approx(float(pushed), rel=1e-9, abs=1e-9)
+    single = slopes(function, values, v, torch.float32)
+    assert single[1:] == pytest.approx((along, second), rel=1e-3, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "clipper", [NormClip(1.0), ZScoreClip(), ValueClip(0.1)], ids=lambda c: c.name
+)
+def test_what_learns_in_python_refuses_recorded_gradients(clipper: Any) -> None:
+    torch = require("torch")
+    w = torch.tensor([3.0, 4.0], requires_grad=True)
+    for recorded in (w, 2 * w, (2 * w).bfloat16()):
+        with pytest.raises(TypeError, match="PureClipping"):
+            clipper.clip({"plain": torch.ones(2), "w": recorded})
+    with torch.no_grad():
+        clipper.clip({"w": w})
+    assert not AGC(0.1).clip({"w": torch.ones(2)}, {"w": w})["w"].requires_grad
+
+
+def test_torch_refuses_what_has_no_second_derivative() -> None:
+    torch = require("torch")
+    sparse = torch.eye(2).to_sparse()
+    pure = pure_clipping(NormClip(1.0))
+    state = pure.init({"w": sparse})
+    pure.update({"w": sparse}, state)
+    with pytest.raises(NotImplementedError, match="sparse"):
+        pure.update({"w": sparse.requires_grad_()}, state)
+
+
+# Each compiles for seconds.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "specimen",
+    [pytest.param(s, marks=[pytest.mark.soak] * (str(s) not in SAMPLE)) for s in SPECIMENS],
+    ids=str,
+)
+def test_derivatives_in_jax(specimen: Specimen) -> None:
+    jax = require("jax")
+    from fedclip.loops.jax import as_optax
+
+    transformation = as_optax(specimen.make())
+
+    def step(row: Any, state: Any, weights: Any) -> Any:
+        return transformation.update(row, state or transformation.init(row), weights)
+
+    def function(values: Trees) -> Any:
+        return weighed(jax.numpy, step, values)
+
+    def along(x: Trees, v: Trees) -> Any:
+        return jax.jvp(function, (x,), (v,))[1]
+
+    with jax.enable_x64(True):
+        values, rng = point(3), np.random.default_rng(1)
+        v = [rng.standard_normal(a.shape) * 0.1 * bool(a.any()) for a in values]
+        up, down = (jax.jit(function)(moved(values, v, h)) for h in (1e-6, -1e-6))
+        slope, gradient = jax.jit(along)(values, v), jax.jit(jax.grad(function))(values)
+        assert float(slope) == pytest.approx(float(up - down) / 2e-6, rel=1e-6, abs=1e-6)
+        backward = sum(np.vdot(g, d) for g, d in zip(gradient, v, strict=True))
+        assert backward == pytest.approx(float(slope), rel=1e-9, abs=1e-9)
+        second = jax.jit(lambda x: jax.jvp(lambda y: along(y, v), (x,), (v,))[1])(values)
+        up, down = (jax.jit(along)(moved(values, v, h), v) for h in (1e-5, -1e-5))
+        assert float(second) == pytest.approx(float(up - down) / 2e-5, rel=1e-4, abs=1e-4)

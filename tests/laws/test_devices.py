@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Torch on a device: few operations, and the results of the host.
+"""Torch on a device: few operations, no waiting, and the results of the host.
 
 Several devices of JAX and TensorFlow: tests/loops, where a process with such devices is started.
 """
 
-from __future__ import annotations
-
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from helpers import SPECIMENS, Specimen, require
 
 torch = require("torch")
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
+from fedclip import NormClip, ValueClip, ZScoreClip  # noqa: E402
 from fedclip.arrays.torch import TorchBackend, TorchInPlace  # noqa: E402
-from fedclip.loops.torch import PureClipping  # noqa: E402
+from fedclip.loops.torch import PureClipping, clip_  # noqa: E402
 
 pytestmark = pytest.mark.slow
 BACKENDS = {False: TorchBackend(), True: TorchInPlace()}
@@ -118,11 +119,85 @@ def test_tensors_worked_on_together_are_clipped_as_on_the_host(
             error = dtypes[wanted.dtype]
             torch.testing.assert_close(outputs[name], wanted, rtol=error, atol=error)
             assert torch.equal(given[name], before[name])
-    # NaN in one tensor: nothing of the step is left, and nothing is learnt.
-    given["same0"] = torch.tensor([1.0, torch.nan, 0.0])
-    outputs, state = pure.update(given, state)
-    assert not any(output.any() for output in outputs.values())
-    outputs, _ = pure.update(before, state)
-    for name, wanted in host.clip(before).items():
-        error = dtypes[wanted.dtype]
-        torch.testing.assert_close(outputs[name], wanted, rtol=error, atol=error)
+
+
+on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+CLIPPERS = {
+    "norm by tensor": lambda **kw: NormClip(1.0, scope="tensor", **kw),
+    "norm by table": lambda **kw: NormClip(1.0, scope={"p1*": 0.5}, **kw),
+    "values": lambda **kw: ValueClip(0.5, **kw),
+    "z-score": lambda **kw: ZScoreClip(warmup=4, max_norm=None, **kw),
+}
+RTOL = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+
+
+def stream(dtype, steps=30):
+    rng = np.random.default_rng(0)
+    for t in range(steps):
+        size = 20.0 if t % 9 == 7 else 1.0
+        yield {
+            f"p{i}": torch.tensor(size * rng.standard_normal(shape), dtype=dtype)
+            for i, shape in enumerate([(64, 33), (33,), (), (5, 4, 3)])
+        }
+
+
+@contextlib.contextmanager
+def no_synchronisation():
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@on_cuda
+@pytest.mark.parametrize(("name", "dtype"), [*zip(CLIPPERS, RTOL, strict=True)])
+def test_cuda_gives_what_cpu_gives(name, dtype):
+    on_cpu, on_cuda = CLIPPERS[name](), CLIPPERS[name]()
+    for gradient in stream(dtype):
+        expected = on_cpu.clip(gradient)
+        found = on_cuda.clip({k: v.cuda() for k, v in gradient.items()})
+        for key, value in expected.items():
+            assert found[key].is_cuda
+            torch.testing.assert_close(found[key].cpu(), value, rtol=RTOL[dtype], atol=1e-7)
+    a, b = on_cpu.get_state()["groups"], on_cuda.get_state()["groups"]
+    assert a.keys() == b.keys()
+    for label in a:
+        assert a[label] == pytest.approx(b[label], rel=1e-5)
+    assert [r.clipped for r in on_cpu.rounds] == [r.clipped for r in on_cuda.rounds]
+
+
+@on_cuda
+@pytest.mark.parametrize("name", CLIPPERS)
+def test_no_step_waits_for_the_device(name):
+    # A loop that skips steps has to know which ones: "skip" waits once a step.
+    clipper, first = CLIPPERS[name](on_nonfinite="propagate"), next(stream(torch.float32))
+    parameters = {key: torch.nn.Parameter(value.cuda()) for key, value in first.items()}
+    for parameter in parameters.values():
+        parameter.grad = parameter.detach().clone()
+    with no_synchronisation():
+        for _ in range(100):
+            clip_(parameters, clipper)
+    assert clipper.rounds[0].steps == 100
+
+
+@on_cuda
+def test_devices_may_be_mixed():
+    gradient = {"a": torch.tensor([3.0], device="cuda"), "b": torch.tensor([4.0])}
+    out = NormClip(1.0).clip(gradient)
+    assert (out["a"].is_cuda, out["b"].is_cuda) == (True, False)
+    assert [*map(float, out.values())] == pytest.approx([0.6, 0.8], rel=3e-6)
+
+
+@on_cuda
+@pytest.mark.parametrize(
+    ("dtype", "size", "count"),
+    [(torch.float32, 1e20, 1000), (torch.float16, 300, 1000), (torch.float32, 0.1, 100_000_000)],
+)
+def test_extremes_and_a_large_tensor(dtype, size, count):
+    gradient = {"w": torch.full((count,), size, dtype=dtype, device="cuda")}
+    limit = 0.5 * float(gradient["w"][0].double()) * count**0.5
+    out = NormClip(limit).clip(gradient)["w"].double()
+    norm = float((out / size).norm()) * size
+    assert limit * (1 - (2e-6 if dtype != torch.float16 else 2e-3)) <= norm <= limit

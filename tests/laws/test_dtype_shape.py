@@ -1,24 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each tensor comes back in its own framework, dtype and shape, and inputs are untouched."""
-
-from __future__ import annotations
+"""Each tensor comes back in its own framework, dtype and shape, in whatever order they come."""
 
 from typing import Any
 
 import numpy as np
 import pytest
 from declearn.model.sklearn import NumpyVector
-from helpers import SPECIMENS, Specimen, needs, norm, pairwise, require, specimens
+from helpers import SPECIMENS, Specimen, gradient, needs, norm, pairwise, require, run, specimens
 
-from fedclip import NormClip, Standardize, ValueClip
-from fedclip.testing import FRAMEWORKS, apply, to_vector
+from fedclip import Normalize, NormClip, PercentileClip, Standardize, ValueClip
+from fedclip.testing import FRAMEWORKS, apply, gradient_stream, to_vector
 
 
 @pytest.mark.parametrize("values", [[1], [True], [1j], np.array([1.0], np.longdouble)])
 def test_each_step_is_looked_at_like_the_first(values: Any) -> None:
     clip = NormClip(0.5)
     clip.run(NumpyVector({"w": np.array([1.0])}))
-    with pytest.raises(TypeError, match=r"norm-clip clips float16.* 'w' is"):
+    words = r"norm-clip clips float16.* 'w' is .*: convert it, or put its name in exclude"
+    with pytest.raises(TypeError, match=words):
         clip.run(NumpyVector({"w": np.asarray(values)}))
 
 
@@ -55,6 +54,22 @@ def test_slices_without_a_shape_are_refused_where_they_are_made_dense() -> None:
         Standardize().clip({"w": slices})
 
 
+@pytest.mark.parametrize("clipper", [Normalize(0.7), PercentileClip(60)], ids=lambda c: c.name)
+def test_moving_twice_is_moving_once(clipper: Any) -> None:
+    once = clipper.clip(gradient())
+    for name, value in clipper.clip(once).items():
+        np.testing.assert_allclose(value, once[name], rtol=1e-12, atol=1e-300)
+
+
+@specimens()
+def test_the_order_of_tensors_does_not_matter(specimen: Specimen) -> None:
+    steps = gradient_stream(8)
+    turned = run(specimen.make(), [dict(reversed(step.items())) for step in steps])
+    for got, wanted in zip(turned, run(specimen.make(), steps), strict=True):
+        for name, value in wanted.items():
+            np.testing.assert_allclose(got[name], value, rtol=1e-7, atol=1e-9)
+
+
 @specimens()
 def test_nothing_to_clip(specimen: Specimen) -> None:
     if isinstance(specimen.config.get("scope"), dict):
@@ -64,7 +79,7 @@ def test_nothing_to_clip(specimen: Specimen) -> None:
         vector = to_vector(arrays)
         assert apply(clipper, vector) is vector
     # Nothing was observed: a first norm of 0 would be in the statistics.
-    if specimen.stateful:
+    if specimen.kind == "module":
         assert not any(s.get("count") for s in clipper.get_state()["groups"].values())
 
 
@@ -94,26 +109,17 @@ ROWS = np.array([1, 3, 1, 0])
 VALUES = np.array([[3.0, 4.0], [0.0, 12.0], [1.0, -1.0], [0.5, 0.5]])
 
 
-def dense_values() -> np.ndarray:
-    dense = np.zeros((5, 2))
-    np.add.at(dense, ROWS, VALUES)
-    return dense
-
-
-def sparse_coo() -> Any:
-    torch = require("torch")
-    return torch.sparse_coo_tensor(ROWS[None], torch.tensor(VALUES), (5, 2), check_invariants=True)
-
-
-def indexed_slices() -> Any:
-    tf = require("tensorflow")
-    return tf.IndexedSlices(tf.constant(VALUES), ROWS, tf.constant([5, 2], tf.int64))
-
-
-def vector(framework: str) -> Any:
-    """Return a gradient of an embedding, in which a row repeats."""
-    found = to_vector({}, framework)
-    found.coefs["emb.table"] = sparse_coo() if framework == "torch" else indexed_slices()
+def sparse(framework: str, rows: Any, numbers: Any, dtype: str | None = None) -> Any:
+    """Return the gradient of an embedding of five rows, of which some may repeat."""
+    module = require(framework)
+    found = to_vector({"emb.table": numbers}, framework, dtype)
+    values = found.coefs["emb.table"]
+    table = (
+        module.sparse_coo_tensor(rows[None], values, (5, 2), check_invariants=True)
+        if framework == "torch"
+        else module.IndexedSlices(values, rows, module.constant([5, 2], "int64"))
+    )
+    found.coefs["emb.table"] = table
     return found
 
 
@@ -136,7 +142,7 @@ def to_dense(value: Any) -> np.ndarray:
     ids=str,
 )
 def test_every_clipper_treats_it_as_the_dense_tensor(specimen: Specimen, framework: str) -> None:
-    given = vector(framework)
+    given = sparse(framework, ROWS, VALUES)
     dense = to_vector({name: to_dense(value) for name, value in given.coefs.items()}, framework)
     if isinstance(specimen.config.get("scope"), dict):
         specimen = Specimen(specimen.name)
@@ -155,18 +161,16 @@ def test_the_sum_of_repeated_rows_keeps_the_bound(framework: str, dtype: str, se
     rows = rng.integers(0, 3, 64)
     # Much of it cancels, so that the rounding of single rows would count.
     values = rng.standard_normal((64, 2)) * 10.0 ** rng.uniform(0, 2, (64, 1))
-    (narrow,) = to_vector({"w": values}, framework, dtype).coefs.values()
+    given = sparse(framework, rows, values, dtype)
+    output = NormClip(0.1).run(given).coefs["emb.table"]
     if framework == "torch":
-        given = module.sparse_coo_tensor(rows[None], narrow, (5, 2), check_invariants=True)
-        found = NormClip(0.1).clip({"w": given})["w"].double().to_dense()
+        found = output.double().to_dense()
     else:
-        given = module.IndexedSlices(narrow, rows, module.constant([5, 2], "int64"))
-        output = NormClip(0.1).clip({"w": given})["w"]
         wide = module.cast(output.values, "float64")
         # Added up in float64, as nobody rounds.
         found = to_dense(module.IndexedSlices(wide, output.indices, output.dense_shape))
     assert np.linalg.norm(found) <= 0.1 * (1 + 1e-12)
-    assert NormClip(1e6).clip({"w": given})["w"] is given
+    assert NormClip(1e6).run(given) is given
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])

@@ -1,23 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """NaN and infinity: one policy for all, and no statistic ever sees them."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 
 import numpy as np
 import pytest
 from declearn.optimizer.modules import OptiModule
-from declearn.utils.serialize import json_serialize
 from helpers import (
     MODULES,
     SPECIMENS,
     Specimen,
-    apply,
-    assert_same,
     each_framework,
-    needs,
     pairwise,
     run,
     specimens,
@@ -25,13 +19,12 @@ from helpers import (
 )
 
 from fedclip import FedclipWarning, NonFiniteError, NormClip
-from fedclip.testing import FRAMEWORKS, check_nonfinite, gradient_stream, to_numpy, to_vector
+from fedclip.testing import FRAMEWORKS, apply, check_nonfinite, gradient_stream, to_numpy, to_vector
 
 
-def poisoned(step: int, value: float, name: str = "enc.bias") -> dict[str, np.ndarray]:
+def poisoned(step: int, value: float) -> dict[str, np.ndarray]:
     arrays = gradient_stream(step + 1)[step]
-    arrays[name] = np.array(arrays[name])
-    arrays[name].flat[0] = value
+    arrays["enc.bias"][0] = value
     return arrays
 
 
@@ -49,7 +42,6 @@ def apply_to_sound_weights(clipper: Any, arrays: dict[str, np.ndarray], framewor
 def test_skip_gives_zero(specimen: Specimen, value: float, framework: str) -> None:
     if specimen.name == "no-op":
         return
-    needs(framework)
     clipper = specimen.make(on_nonfinite="skip")
     with pytest.warns(
         FedclipWarning, match="NaN or infinity in 'enc.bias'; the gradient is set to zero"
@@ -61,23 +53,17 @@ def test_skip_gives_zero(specimen: Specimen, value: float, framework: str) -> No
 
 
 @specimens_by_framework()
-def test_raise_names_the_tensors(specimen: Specimen, framework: str) -> None:
-    needs(framework)
+def test_raise_names_the_tensors_and_propagate_makes_the_group_nan(
+    specimen: Specimen, framework: str
+) -> None:
     clipper = specimen.make(on_nonfinite="raise")
-    for step in gradient_stream(3):
-        apply(clipper, to_vector(step, framework))
-    before = json_serialize(clipper.get_state()) if specimen.kind == "module" else None
+    run(clipper, gradient_stream(3), framework)
+    before = repr(clipper.get_state()) if specimen.kind == "module" else None
     with pytest.raises(NonFiniteError, match=f"{specimen.name}: NaN or infinity in 'enc.bias'"):
         apply_to_sound_weights(clipper, poisoned(3, np.nan), framework)
-    if before is not None:
-        assert json_serialize(clipper.get_state()) == before
-
-
-@specimens_by_framework()
-def test_propagate_makes_the_group_nan(specimen: Specimen, framework: str) -> None:
+    assert before is None or repr(clipper.get_state()) == before
     if specimen.name == "no-op":
         return
-    needs(framework)
     clipper = specimen.make(on_nonfinite="propagate")
     with pytest.warns(FedclipWarning, match="passed on"):
         out = apply_to_sound_weights(clipper, poisoned(3, np.inf), framework)
@@ -103,7 +89,7 @@ def test_a_nonfinite_first_step_leaves_no_trace() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FedclipWarning)
             run(one, [poisoned(0, np.nan)])
-        assert_same(run(one, gradient_stream(8)), run(other, gradient_stream(8)))
+        np.testing.assert_equal(run(one, gradient_stream(8)), run(other, gradient_stream(8)))
 
 
 LEFT_ALONE: list[tuple[str, dict[str, Any]]] = [
@@ -122,7 +108,6 @@ LEFT_ALONE: list[tuple[str, dict[str, Any]]] = [
 def test_nan_in_what_is_left_alone_is_nan_in_the_gradient(
     case: tuple[str, dict[str, Any]], framework: str, value: float
 ) -> None:
-    needs(framework)
     name, config = case
     step = {"w": np.full((2, 2), 3.0), "b": np.array([1.0, value])}
     clipper = OptiModule.from_specs(name, config)
@@ -146,16 +131,12 @@ def test_a_warning_points_to_the_caller_and_tells_a_norm_beyond_float64() -> Non
         assert caught[0].filename == __file__
 
 
-def test_large_numbers_and_integers_that_are_left_alone_are_no_infinity() -> None:
-    step = {"w": np.full(2, 3.0), "b": np.array([1e300]), "n": np.array([2**62])}
-    output = NormClip(1.0, exclude=["b", "n"]).clip(step)
-    assert output["b"] is step["b"]
-    assert output["n"] is step["n"]
-
-
 @each_framework()
-def test_nan_in_complex_numbers_that_are_excluded(framework: str) -> None:
-    needs(framework)
+def test_numbers_that_are_excluded_may_be_large_or_complex_but_not_nan(framework: str) -> None:
+    large = {"w": np.full(2, 3.0), "b": np.array([1e300]), "n": np.array([2**62])}
+    found = NormClip(1.0, exclude=["b", "n"]).clip(large)
+    assert found["b"] is large["b"]
+    assert found["n"] is large["n"]
     step = {"w": np.array([3.0, 4.0], np.float32), "c": np.array([1, np.nan * 1j], np.complex64)}
     with pytest.warns(FedclipWarning, match="NaN or infinity in 'c'; the gradient is set to zero"):
         output = to_numpy(NormClip(1.0, exclude="c").run(to_vector(step, framework)))

@@ -9,7 +9,7 @@ from helpers import require
 jax = require("jax")
 optax = require("optax")
 import jax.numpy as jnp  # noqa: E402
-from helpers import Specimen, specimens  # noqa: E402
+from helpers import SPECIMENS, Specimen, specimens  # noqa: E402
 
 from fedclip import (  # noqa: E402
     AGC,
@@ -72,10 +72,12 @@ def test_nnx_modules_show_one_name_for_a_variable_and_its_array():
     assert [*clipper.get_state()["arrays"]] == ["kernel"]
 
 
-def test_modules_of_equinox():
+def test_modules_of_equinox_and_what_is_no_array_is_refused_by_name():
     eqx = pytest.importorskip("equinox")
     model = eqx.nn.Linear(3, 2, key=jax.random.key(0))
     transform = as_optax(NormClip(0.1, scope="tensor"))
+    with pytest.raises(TypeError, match=r"'act' is not an array, but .* eqx\.filter"):
+        transform.init({"w": jnp.ones(2), "act": jax.nn.relu})
     gradients = eqx.filter_grad(lambda m: jnp.sum(m(jnp.ones(3)) ** 2))(model)
     params = eqx.filter(model, eqx.is_array)
     updates, state = eqx.filter_jit(transform.update)(gradients, transform.init(params), params)
@@ -124,14 +126,6 @@ def test_integers_are_refused_and_their_float0_passes():
     assert norm({"w": updates["w"]}) == pytest.approx(1.0, rel=1e-5)
 
 
-def test_a_state_may_be_left_out_if_there_is_nothing_to_learn():
-    for clipper in (NormClip(1.0), ValueClip(0.5), NormClip(0.5, dims=[0])):
-        _, state = as_optax(clipper).update(GRADS[2], None)
-        assert isinstance(state, ClipState)
-    with pytest.raises(ValueError, match="learns from past steps"):
-        as_optax(ZScoreClip()).update(GRADS[2], None)
-
-
 @pytest.mark.parametrize("dims", [None, [0]])
 def test_a_schedule_sets_the_limit(dims):
     limits = [0.5, 2.0, 0.25, 1.0, 0.125]
@@ -146,7 +140,12 @@ def test_a_schedule_sets_the_limit(dims):
     assert float(state.hyperparams["max_norm"]) == limits[-1]
 
 
-def test_limits_that_can_not_be_set_are_refused_and_negative_ones_are_zero():
+def test_a_state_may_be_left_out_if_there_is_nothing_to_learn_and_a_negative_limit_is_zero():
+    for clipper in (NormClip(1.0), ValueClip(0.5), NormClip(0.5, dims=[0])):
+        _, state = as_optax(clipper).update(GRADS[2], None)
+        assert isinstance(state, ClipState)
+    with pytest.raises(ValueError, match="learns from past steps"):
+        as_optax(ZScoreClip()).update(GRADS[2], None)
     for clipper in (AGC(0.1), NormClip(1.0, scope={"w": 1.0, "b": 2.0})):
         with pytest.raises(TypeError, match="no single max_norm"):
             as_optax(clipper, max_norm=1.0).update(GRADS[0], None, PARAMS)
@@ -168,9 +167,6 @@ def test_accumulated_steps_are_clipped_once():
         expected, expected_state = inner.update(mean, expected_state, PARAMS)
         close(found, expected, 1e-5)
     assert metrics(clipper, state, PARAMS)["round/steps"] == 2
-
-
-# -- what is refused ---------------------------------------------------------------------------
 
 
 def test_updates_of_another_tree_than_the_state_are_refused():
@@ -211,12 +207,7 @@ def test_a_state_is_read_with_the_parameters_that_it_is_of():
             jax.jit(transform.update)(GRADS[0], as_optax(other).init(PARAMS), PARAMS)
 
 
-def test_what_is_no_array_is_refused_by_name():
-    with pytest.raises(TypeError, match=r"'act' is not an array, but .* eqx\.filter"):
-        as_optax(NormClip(1.0)).init({"w": jnp.ones(2), "act": jax.nn.relu})
-
-
-@specimens(sampled=True)
+@specimens(s for s in SPECIMENS if s.sampled)
 def test_a_state_of_shapes_alone(specimen: Specimen):
     transform = as_optax(specimen.make())
     params = {name: jnp.ones(shape, jnp.float32) for name, shape in SHAPES.items()}
@@ -265,3 +256,30 @@ def test_sessions_that_forbid_promotion(clipper, dtype):
     # What a clipper keeps is no copy of the parameters to optax.
     mapped = optax.tree.map_params(transformation, lambda leaf: None, state)
     assert jax.tree.structure(mapped) == jax.tree.structure(state)
+
+
+def test_a_transformation_of_optax_refuses_the_statistics_of_another_model():
+    clipper, (one, other) = ZScoreClip(warmup=2), ({name: jnp.ones(3)} for name in "ab")
+    transform = as_optax(clipper)
+    _, state = transform.update(one, transform.init(one), one)
+    set_state(clipper, state, one)
+    with pytest.raises(ValueError, match="load the state of this model"):
+        as_optax(clipper).init(other)
+    as_optax(clipper).init(one)
+
+
+def test_a_wrapper_of_optax_keeps_its_state():
+    clipper, params = ZScoreClip(warmup=2, on_spike="skip"), {"w": jnp.ones(3)}
+    transform = as_optax(clipper, inner=optax.adamw(0.1))
+    state, update = transform.init(params), jax.jit(transform.update)
+    for value in (1.0, 1.1, 0.9, 1.0, 1.1, 0.9, 1.0, 1.1):
+        updates, state = update({"w": value * params["w"]}, state, params)
+        assert updates["w"].any()
+    for value in (np.nan, 1e6):
+        updates, after = update({"w": value * params["w"]}, state, params)
+        assert not updates["w"].any()
+        assert repr(after[1]) == repr(state[1])
+        state = after
+    assert metrics(clipper, state, params)["round/nonfinite"] == 1
+    with pytest.raises(NotImplementedError, match="use scope='global'"):
+        as_optax(ZScoreClip(on_spike="skip", scope="tensor"), inner=optax.sgd(0.1))

@@ -18,8 +18,6 @@ from fedclip import EmaValueClip, NormClip, ValueClip, ZScoreClip  # noqa: E402
 from fedclip.loops.keras import ClipHistory, ClippedOptimizer  # noqa: E402
 
 optimizers = keras.optimizers
-ON_TENSORFLOW = keras.backend.backend() == "tensorflow"
-only_tensorflow = pytest.mark.skipif(not ON_TENSORFLOW, reason="needs Keras on TensorFlow")
 
 SHAPES = {"kernel": (4, 3), "bias": (3,), "scale": ()}
 LIMIT = 0.5
@@ -169,20 +167,6 @@ def test_what_would_clip_twice_or_not_at_all_is_refused():
 
     with pytest.raises(RuntimeError, match="without a call of _clip_gradients"):
         trained(ClippedOptimizer(Forgetting(0.1), NormClip(1.0)))
-
-
-def test_the_verbs():
-    with pytest.raises(ValueError, match="adamm"):
-        ClippedOptimizer("adamm", "norm-clip")
-    optimizer = ClippedOptimizer("sgd", ZScoreClip(warmup=1, warmup_factor=None))
-    trained(optimizer)
-    assert optimizer.metrics()["norm"] == float(optimizer.last)
-    state = optimizer.get_state()
-    optimizer.reset()
-    assert optimizer.last is None
-    assert optimizer.get_state()["groups"]["all"]["count"] == 0
-    optimizer.set_state(state)
-    assert optimizer.get_state()["groups"] == state["groups"]
 
 
 # -- in fit -----------------------------------------------------------------------------------

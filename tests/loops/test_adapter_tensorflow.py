@@ -8,15 +8,7 @@ tf = require("tensorflow")
 
 from fedclip import NormClip, ZScoreClip  # noqa: E402
 from fedclip.loops.tensorflow import CompiledClipper, clip  # noqa: E402
-
-SHAPES = {"enc/w": (4, 3), "enc/b": (3,), "scale": ()}
-
-
-def stream(steps=30):
-    rng = np.random.default_rng(0)
-    for t in range(steps):
-        size = 20.0 if t % 9 == 7 else 1.0
-        yield [tf.constant(size * rng.standard_normal(shape)) for shape in SHAPES.values()]
+from fedclip.testing import SHAPES, gradient_stream  # noqa: E402
 
 
 def test_gradients_of_none_and_indexed_slices():
@@ -32,28 +24,36 @@ def test_gradients_of_none_and_indexed_slices():
     np.testing.assert_allclose(run(), found.values, rtol=1e-6)
 
 
-def test_a_clipper_of_one_model_refuses_the_gradients_of_another():
+@pytest.mark.parametrize(
+    ("wrap", "name"), [(tf.function, "generator"), (lambda step: step, "critic")]
+)
+def test_a_clipper_of_one_model_refuses_the_gradients_of_another(wrap, name):
     clipper = ZScoreClip()
-    both = [tf.Variable([3.0, 4.0], name=name) for name in ("generator", "critic")]
+    one, other = tf.Variable([3.0, 4.0], name="critic"), tf.Variable([3.0, 4.0], name=name)
 
     def step(variable):
         return clip([(tf.ones(2), variable)], clipper)[0][0]
 
-    tf.function(step)(both[0])
-    with pytest.raises(ValueError, match="of zscore-clip for 'critic' are of other tensors"):
-        tf.function(step)(both[1])
+    wrap(step)(one)
+    with pytest.raises(ValueError, match=f"of zscore-clip for '{name}' are of other tensors"):
+        wrap(step)(other)
+    wrap(step)(one)
+    if wrap is not tf.function:
+        clipper.reset()
+        wrap(step)(other)
 
 
 def test_checkpoint_and_resume_is_bit_identical(tmp_path):
+    gradients = [[tf.constant(g) for g in step.values()] for step in gradient_stream(30)]
+
     def start():
         held = [tf.Variable(np.zeros(shape), name=name) for name, shape in SHAPES.items()]
         compiled = CompiledClipper(ZScoreClip(warmup=4, max_norm=None))
-        compiled(list(zip(next(stream()), held, strict=True)))
+        compiled(list(zip(gradients[0], held, strict=True)))
         return compiled, tf.function(
             lambda *g: [o for o, _ in compiled(list(zip(g, held, strict=True)))]
         )
 
-    gradients = [*stream()]
     compiled, run = start()
     for gradient in gradients[:15]:
         run(*gradient)

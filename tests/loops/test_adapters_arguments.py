@@ -10,11 +10,6 @@ from fedclip import AGC, NormClip, OwnLimit, ZScoreClip
 pytestmark = pytest.mark.slow
 
 
-def keras_optimizer(spec):
-    keras = pytest.importorskip("keras")
-    return import_module("fedclip.loops.keras").ClippedOptimizer(keras.optimizers.SGD(), spec)
-
-
 def torch_handle(spec, how="attach"):
     torch = pytest.importorskip("torch")
     layer = torch.nn.Linear(2, 1)
@@ -28,12 +23,12 @@ def of_optax(spec):
     import_module("fedclip.loops.jax").as_optax(spec).init({"w": jnp.zeros(2)})
 
 
-def of(adapter, kind, package):
-    """Return what makes an object of an adapter."""
+def of(adapter, kind, *first):
+    """Return what makes an object of an adapter, which may have another first argument."""
 
     def make(spec):
-        pytest.importorskip(package)
-        return getattr(import_module(f"fedclip.loops.{adapter}"), kind)(spec)
+        pytest.importorskip(adapter)
+        return getattr(import_module(f"fedclip.loops.{adapter}"), kind)(*first, spec)
 
     return make
 
@@ -41,12 +36,12 @@ def of(adapter, kind, package):
 MAKERS = {
     "attach": torch_handle,
     "attach_update": partial(torch_handle, how="attach_update"),
-    "PureClipping": of("torch", "PureClipping", "torch"),
+    "PureClipping": of("torch", "PureClipping"),
     "as_optax": of_optax,
-    "CompiledClipper": of("tensorflow", "CompiledClipper", "tensorflow"),
-    "keras": keras_optimizer,
-    "lightning": of("lightning", "ClipCallback", "lightning"),
-    "transformers": of("transformers", "ClipCallback", "transformers"),
+    "CompiledClipper": of("tensorflow", "CompiledClipper"),
+    "keras": of("keras", "ClippedOptimizer", "sgd"),
+    "lightning": of("lightning", "ClipCallback"),
+    "transformers": of("transformers", "ClipCallback"),
 }
 every = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 
@@ -79,10 +74,9 @@ def test_a_name_makes_a_clipper(make):
 def test_what_compiled_code_can_not_do_is_refused(name):
     with pytest.raises(NotImplementedError, match="'skip' or 'propagate'"):
         MAKERS[name](NormClip(1.0, on_nonfinite="raise"))
-    with pytest.raises(
-        NotImplementedError, match=r"own-limit calls your function .*`clip_`.* ZScore"
-    ):
-        MAKERS[name](OwnLimit(lambda norm, past: 1.0))
+    own, words = OwnLimit(lambda norm, past: 1.0), r"own-limit calls your function .*`clip_`.* ZSc"
+    with pytest.raises(NotImplementedError, match=words):
+        MAKERS[name](own)
 
 
 def test_arguments_in_another_order_are_refused_in_words():

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every loop returns what the clipper itself returns, and the same numbers and statistics."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +11,7 @@ import numpy as np
 import pytest
 from helpers import require
 
-from fedclip import AGC, EmaNormClip, EmaValueClip, FedclipWarning, NormClip, ValueClip, ZScoreClip
+from fedclip import EmaNormClip, EmaValueClip, FedclipWarning, NormClip, ValueClip, ZScoreClip
 
 SHAPES = {"enc/w": (4, 3), "enc/b": (3,), "scale": ()}
 Arrays = Mapping[str, Any]
@@ -43,13 +41,9 @@ def torch_tensors(arrays: Arrays) -> dict[str, Any]:
     return {n: require("torch").tensor(a) for n, a in arrays.items()}
 
 
-def eager(step: Callable[[Arrays], Arrays], clipper: Any) -> Loop:
-    return Loop(
-        step,
-        lambda: clipper.metrics("clip/"),
-        clipper.on_round_start,
-        lambda: {} if isinstance(clipper, AGC) else clipper.get_state(),
-    )
+def loop_of(step: Callable[[Arrays], Arrays], clipper: Any) -> Loop:
+    """Return a loop whose numbers are those of a clipper, or of what holds it."""
+    return Loop(step, partial(clipper.metrics, "clip/"), clipper.on_round_start, clipper.get_state)
 
 
 def torch_in_place(clipper: Any) -> Loop:
@@ -66,7 +60,7 @@ def torch_in_place(clipper: Any) -> Loop:
         assert all(p.grad is None or p.grad is grads[n] for n, p in parameters.items())
         return {n: np.zeros(p.shape) if p.grad is None else p.grad for n, p in parameters.items()}
 
-    return eager(step, clipper)
+    return loop_of(step, clipper)
 
 
 def torch_on_a_device(clipper: Any) -> Loop:
@@ -81,8 +75,7 @@ def torch_on_a_device(clipper: Any) -> Loop:
         def views(self, arrays: Any) -> Any:
             return [None] * len(arrays)
 
-    weights = [torch_tensors(WEIGHTS)] if isinstance(clipper, AGC) else []
-    return eager(lambda g: clipper.clip(torch_tensors(g), *weights, backend=Device()), clipper)
+    return loop_of(lambda g: clipper.clip(torch_tensors(g), backend=Device()), clipper)
 
 
 def torch_pure(clipper: Any) -> Loop:
@@ -99,7 +92,7 @@ def torch_pure(clipper: Any) -> Loop:
 
     def get_state() -> Any:
         pure.set_state(states[-1], weights)
-        return {} if isinstance(clipper, AGC) else clipper.get_state()
+        return clipper.get_state()
 
     return Loop(
         step,
@@ -119,7 +112,7 @@ def tensorflow_eager(clipper: Any) -> Loop:
         pairs = zip(map(tf.constant, gradient.values()), variables, strict=True)
         return dict(zip(gradient, [g for g, _ in clip(pairs, clipper)], strict=True))
 
-    return eager(step, clipper)
+    return loop_of(step, clipper)
 
 
 def tensorflow_compiled(clipper: Any) -> Loop:
@@ -128,9 +121,8 @@ def tensorflow_compiled(clipper: Any) -> Loop:
 
     variables = [tf.Variable(w, name=n) for n, w in WEIGHTS.items()]
     run = tf.function(lambda *g: [o for o, _ in clip(zip(g, variables, strict=True), clipper)])
-    made = CompiledClipper.of(clipper)
     step = lambda g: dict(zip(g, run(*map(tf.constant, g.values())), strict=True))  # noqa: E731
-    return Loop(step, partial(made.metrics, "clip/"), made.on_round_start, made.get_state)
+    return loop_of(step, CompiledClipper.of(clipper))
 
 
 def keras_optimizer(clipper: Any) -> Loop:
@@ -148,8 +140,7 @@ def keras_optimizer(clipper: Any) -> Loop:
         pairs = zip(WEIGHTS.items(), variables, strict=True)
         return {n: w - v.numpy() for (n, w), v in pairs}
 
-    metrics = partial(optimizer.metrics, "clip/")
-    return Loop(step, metrics, optimizer.on_round_start, optimizer.get_state)
+    return loop_of(step, optimizer)
 
 
 def jax_jit(clipper: Any) -> Loop:
@@ -175,7 +166,7 @@ def jax_jit(clipper: Any) -> Loop:
 
     def get_state() -> Any:
         set_state(clipper, states[-1], params)
-        return {} if isinstance(clipper, AGC) else clipper.get_state()
+        return clipper.get_state()
 
     return Loop(
         step,
@@ -195,7 +186,7 @@ LOOPS = {
     "jax.jit": jax_jit,
 }
 EAGER = ("clip_", "on a device", "tensorflow")
-# Arithmetic in compiled code is compared with all clippers in test_compiled.py.
+# Arithmetic in compiled code is compared with all clippers in test_compiled.py; agc: test_agc.py.
 CLIPPERS = {
     "norm by table": lambda: NormClip(1.0, scope={"enc*": 0.5}),
     "z-score by tensor": lambda: ZScoreClip(
@@ -205,9 +196,8 @@ CLIPPERS = {
     "spikes": lambda: ZScoreClip(warmup=3, max_norm=None, on_spike="skip"),
     "values": lambda: ValueClip(0.5),
     "averages": lambda: EmaNormClip(decay=0.8, scope="tensor"),
-    "agc": lambda: AGC(0.1),
 }
-EVERYWHERE = ("averages", "agc", "spikes")
+EVERYWHERE = ("averages", "spikes")
 ROWS = [
     pytest.param(loop, name, id=f"{loop}, {name}")
     for i, loop in enumerate(LOOPS)
@@ -230,12 +220,6 @@ def test_a_state_of_other_tensors_is_refused(make: Any, loop: str) -> None:
 @pytest.mark.parametrize(("loop", "name"), ROWS)
 def test_a_loop_does_what_the_clipper_does(loop: str, name: str) -> None:
     clipper, reference = CLIPPERS[name](), CLIPPERS[name]()
-    if name == "agc":
-        torchs = loop in ("clip_", "on a device", "PureClipping")
-        clipper, reference = AGC(0.1), AGC(0.1, axis=0 if torchs else -1)
-        if loop == "clip_":
-            # Without a model, it needs the axis.
-            clipper = AGC(0.1, axis=0)
     made = LOOPS[loop](clipper)
     if loop not in EAGER:
         assert made.metrics()["clip/round/steps"] == 0
@@ -246,9 +230,7 @@ def test_a_loop_does_what_the_clipper_does(loop: str, name: str) -> None:
     def compare(gradient: Arrays) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FedclipWarning)
-            copied = {n: a.copy() for n, a in gradient.items()}
-            weights = [WEIGHTS] if isinstance(reference, AGC) else []
-            expected = reference.clip(copied, *weights)
+            expected = reference.clip({n: a.copy() for n, a in gradient.items()})
             clipped = made.step(gradient)
         for n, value in expected.items():
             np.testing.assert_allclose(np.asarray(clipped[n]), value, rtol=2e-5, atol=2e-6)
@@ -268,8 +250,6 @@ def test_a_loop_does_what_the_clipper_does(loop: str, name: str) -> None:
     assert made.metrics()["clip/round/steps"] == (13 if loop in EAGER else 0)
     assert made.metrics()["clip/norm"] == numbers["clip/norm"]
     state = made.get_state()
-    if name == "agc":
-        return
     for kind in ("groups", "arrays"):
         for label, fields in reference.get_state()[kind].items():
             found = state[kind][label.replace("/", "_") if loop == "keras" else label]

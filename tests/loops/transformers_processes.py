@@ -1,4 +1,4 @@
-"""Runs of Transformers and Accelerate on two processes; writes what each has in the end."""
+"""A Trainer for tests; started on two processes, it writes what each has in the end."""
 
 import json
 import os
@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainingArguments
 
 from fedclip import ZScoreClip
-from fedclip.loops.torch import attach
 from fedclip.loops.transformers import ClipCallback
 
 
@@ -36,35 +35,36 @@ class InOrder(Trainer):
         return torch.utils.data.SequentialSampler(self.train_dataset)
 
 
-def rows():
+def trainer(folder, *callbacks, rows=64, **options):
+    """Return a Trainer, for as many processes as there are."""
     made = torch.Generator().manual_seed(0)
-    x, y = torch.randn(32, 3, generator=made), torch.randn(32, generator=made)
+    x, y = torch.randn(rows, 3, generator=made), torch.randn(rows, generator=made)
     y[24:28] = 100.0
-    return x, y
+    common = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 4 // int(os.environ.get("WORLD_SIZE", "1")),
+        "num_train_epochs": 1,
+        "learning_rate": 0.01,
+        "lr_scheduler_type": "constant",
+        "optim": "sgd",
+        "max_grad_norm": 0.0,
+        "use_cpu": True,
+        "report_to": [],
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "logging_steps": 4,
+    }
+    arguments = TrainingArguments(**{**common, **options})
+    data = [{"x": x[i], "y": y[i]} for i in range(rows)]
+    return InOrder(Model(), arguments, train_dataset=data, callbacks=[*callbacks])
 
 
 def trained(folder):
-    """Train with the Trainer, on as many processes as there are."""
-    x, y = rows()
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    arguments = TrainingArguments(
-        output_dir=folder,
-        per_device_train_batch_size=4 // world,
-        num_train_epochs=1,
-        learning_rate=0.01,
-        lr_scheduler_type="constant",
-        optim="sgd",
-        max_grad_norm=0.0,
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        save_strategy="no",
-    )
-    data = [{"x": x[i], "y": y[i]} for i in range(len(x))]
+    """Return a model that the Trainer has trained, and its clipper."""
     callback = ClipCallback(ZScoreClip(warmup=3))
-    trainer = InOrder(Model(), arguments, train_dataset=data, callbacks=[callback])
-    trainer.train()
-    return trainer.model, callback.clipper
+    made = trainer(folder, callback, rows=32)
+    made.train()
+    return made.model, callback.clipper
 
 
 def shard(monkeypatched=Accelerator.__init__):
@@ -78,29 +78,13 @@ def shard(monkeypatched=Accelerator.__init__):
     Accelerator.__init__ = patched
 
 
-def looped():
-    """Train in a loop of Accelerate."""
-    engine, model, used = Accelerator(cpu=True), Model(), ZScoreClip(warmup=3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    model, optimizer = engine.prepare(model, optimizer)
-    attach(optimizer, used, model)
-    x, y = rows()
-    rank, world = engine.process_index, engine.num_processes
-    for xs, ys in zip(x.split(4), y.split(4), strict=True):
-        engine.backward(model(xs[rank::world], ys[rank::world])["loss"])
-        optimizer.step()
-        optimizer.zero_grad()
-    return model, used
-
-
 def main():
-    """Train, and write weights and statistics of this process."""
+    """Train with whole and with sharded models, and write weights and statistics."""
     (folder,) = sys.argv[1:]
-    runs = {"trainer": trained(folder)}
+    runs = {"whole": trained(folder)}
     AcceleratorState._reset_state()
     shard()
-    runs |= {"trainer, sharded": trained(folder)}
-    runs |= {"loop, sharded": looped()}
+    runs["sharded"] = trained(folder)
     found = {}
     for kind, (model, used) in runs.items():
         values = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]

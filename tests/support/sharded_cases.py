@@ -186,9 +186,8 @@ def pure_functions_clip_parts_alike():
             other = parts.init(own)
             for gradients in steps(count=3):
                 pieces = {n: shared(g, places[n]) for n, g in gradients.items()}
-                more = (first, own) if name.startswith("agc") else (None, None)
-                expected, one = wholes.update(gradients, one, more[0])
-                found, other = parts.update(pieces, other, more[1])
+                expected, one = wholes.update(gradients, one, first)
+                found, other = parts.update(pieces, other, own)
                 for n, value in expected.items():
                     close(whole(found[n]), value)
                     # Nothing has been changed in place.
@@ -257,16 +256,30 @@ def train(model, optimizer, clipper):
 
 
 @case
-def fully_sharded_training_is_that_of_one_process():
-    alone = net()
-    clipper = fedclip.ZScoreClip(warmup=2, scope="layer", max_norm=1.0)
-    train(alone, torch.optim.AdamW(alone.parameters(), lr=0.01), clipper)
-    model = sharded(net())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    handle = train(model, optimizer, fedclip.ZScoreClip(warmup=2, scope="layer", max_norm=1.0))
-    assert_trained_alike(alone, model)
-    same_everywhere(pickle.dumps(handle.get_state()))
-    assert optimizer.state_dict()["fedclip:zscore-clip"] == handle.get_state()
+def training_is_that_of_one_process():
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.nn.parallel import DistributedDataParallel
+
+    alone, adam = net(), torch.optim.AdamW
+    make = partial(fedclip.ZScoreClip, warmup=2, scope="layer", max_norm=1.0)
+    train(alone, adam(alone.parameters(), lr=0.01), make())
+    zero = partial(ZeroRedundancyOptimizer, optimizer_class=adam)
+    ways = ((sharded, adam), (DistributedDataParallel, adam), (DistributedDataParallel, zero))
+    for spread, kind in ways:
+        model = spread(net())
+        optimizer = kind(model.parameters(), lr=0.01)
+        handle = train(model, optimizer, make())
+        assert_trained_alike(alone, model)
+        same_everywhere(pickle.dumps(handle.get_state()))
+        if kind is zero:
+            optimizer.consolidate_state_dict(0)
+        if kind is adam or dist.get_rank() == 0:
+            saved = optimizer.state_dict()
+            assert saved["fedclip:zscore-clip"] == handle.get_state()
+        if kind is zero and dist.get_rank() == 0:
+            handle.reset()
+            optimizer.load_state_dict(saved)
+            assert handle.get_state() == saved["fedclip:zscore-clip"]
 
 
 @case
@@ -311,51 +324,14 @@ def what_torch_expects_of_fully_sharded_models():
                 for one in (alone, model):
                     one.zero_grad()
                     one(batch).square().sum().backward()
-                before = [p.grad.to_local().clone() for p in model.parameters()]
                 expected = torch.nn.utils.clip_grad_norm_(alone.parameters(), 1.0, order)
-                with CommDebugMode() as counted:
-                    found = clip_grad_norm_(model.parameters(), 1.0, order)
+                found = clip_grad_norm_(model.parameters(), 1.0, order)
                 assert math.isclose(found.full_tensor().item(), expected.item(), rel_tol=1e-5)
                 assert len(found.placements) == len(sizes)
-                counts = counted.get_comm_counts()
-                # Of other orders, the largest element first.
-                most = 1 if order in (2, math.inf) else 2
-                assert counts[torch.ops.c10d_functional.all_reduce] == most, counts
-                assert counted.get_total_counts() == most, counts
                 # Together first: a process that fails alone would leave the others waiting.
                 after = [p.grad.full_tensor() for p in model.parameters()]
                 for parameter, value in zip(alone.parameters(), after, strict=True):
                     torch.testing.assert_close(value, parameter.grad, rtol=1e-4, atol=1e-6)
-                for parameter, old in zip(model.parameters(), before, strict=True):
-                    own = parameter.grad.to_local()
-                    # A process may have no part of a small tensor.
-                    if old.count_nonzero():
-                        assert torch.linalg.vector_norm(own, order) <= 1.0 + 1e-6
-                        assert not torch.equal(own, old)
-
-
-@case
-def distributed_data_parallel_and_zero():
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-    from torch.nn.parallel import DistributedDataParallel
-
-    alone = net()
-    train(alone, torch.optim.Adam(alone.parameters(), lr=0.01), fedclip.ZScoreClip(max_norm=1.0))
-    for zero in (False, True):
-        model = DistributedDataParallel(net())
-        make = partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.Adam)
-        optimizer = (make if zero else torch.optim.Adam)(model.parameters(), lr=0.01)
-        handle = train(model, optimizer, fedclip.ZScoreClip(max_norm=1.0))
-        assert_trained_alike(alone, model)
-        same_everywhere(pickle.dumps(handle.get_state()))
-        if zero:
-            optimizer.consolidate_state_dict(0)
-            if dist.get_rank() == 0:
-                saved = optimizer.state_dict()
-                assert saved["fedclip:zscore-clip"] == handle.get_state()
-                handle.reset()
-                optimizer.load_state_dict(saved)
-                assert handle.get_state() == saved["fedclip:zscore-clip"]
 
 
 @case

@@ -104,7 +104,8 @@ class Rows(Part):
 def _split(table: Tensor, axis: int) -> tuple[Tensor, ...]:
     """Return a table in pieces along an axis, which the caches of a CPU hold in float64."""
     on_host, length = table.device.type == "cpu", table.shape[axis]
-    return table.split(max(1, _BLOCK // max(1, table.shape[1 - axis]) if on_host else length), axis)
+    length = _BLOCK // max(1, table.shape[1 - axis]) if on_host else length
+    return torch.split(table, max(1, length), axis)
 
 
 @dataclass(frozen=True)

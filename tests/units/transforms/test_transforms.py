@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import needs, require
+from helpers import each_framework, require
 
 from fedclip import Clipper, NoOp, NormClip
 from fedclip.arrays import backend_of
@@ -57,29 +57,18 @@ def test_it_stays_on_a_device_unless_it_says_otherwise() -> None:
         HalfOnHost().clip({"w": tensor})
 
 
-@pytest.mark.parametrize("framework", ["torch", "tensorflow", "jax"])
-def test_bfloat16_is_fetched_from_a_device_as_it_is(
+@each_framework(oracle=False)
+def test_bfloat16_is_fetched_from_a_device_and_what_changes_nothing_returns_the_same_object(
     framework: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    needs(framework)
-    vector = to_vector({"w": np.array([1.5, -2.0])}, framework, "bfloat16")
-    backend = backend_of(vector.coefs["w"])
+    values = {"w": np.array([1.5, -2.0])}
+    narrow, wide = (to_vector(values, framework, dtype) for dtype in ("bfloat16", "float32"))
+    backend = type(backend_of(wide.coefs["w"]))
     # As of an array on a device.
-    monkeypatch.setattr(type(backend), "views", lambda self, arrays: [None] * len(arrays))
-    monkeypatch.setattr(type(backend), "dense_views", lambda self, arrays: None)
-    np.testing.assert_array_equal(to_numpy(HalfOnHost().run(vector))["w"], [0.75, -1.0])
-
-
-@pytest.mark.parametrize("framework", ["torch", "tensorflow", "jax"])
-def test_what_changes_nothing_returns_the_same_object_on_a_device(
-    framework: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    needs(framework)
-    coefs = to_vector({"w": np.array([1.5, -2.0])}, framework, "float32").coefs
-    backend = type(backend_of(coefs["w"]))
     monkeypatch.setattr(backend, "views", lambda self, arrays: [None] * len(arrays))
     monkeypatch.setattr(backend, "dense_views", lambda self, arrays: None)
-    assert NoOp().clip(coefs) is coefs
+    np.testing.assert_array_equal(to_numpy(HalfOnHost().run(narrow))["w"], [0.75, -1.0])
+    assert NoOp().clip(wide.coefs) is wide.coefs
 
 
 def test_gradients_of_other_forms_in_turn_are_clipped_as_the_first_are() -> None:
