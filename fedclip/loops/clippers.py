@@ -389,7 +389,9 @@ def hold(clipper: Clipper | AGC, holder: object, place: str) -> None:
     """
     check_free(clipper)
     use = use_of(clipper)
-    use.holder, use.place, use.selection = weakref.ref(holder), place, NOTHING
+    use.holder, use.place = weakref.ref(holder), place
+    # It may clip other tensors than the last call of `clip_` did.
+    use.selection, use.members = NOTHING, Members()
 
 
 def release(clipper: Clipper | AGC, holder: object) -> None:
