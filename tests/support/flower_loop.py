@@ -51,21 +51,6 @@ def rewritten(change: Callable[[RecordDict], None]) -> Callable[[Message], Messa
     return rewrite
 
 
-def app_that_takes_the_bound(size: int) -> ClientApp:
-    """Return an app without `UpdateClipMod`, which leaves the bound where it is."""
-    app = ClientApp()
-
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        content = {
-            "arrays": record({"w": np.ones(size)}),
-            "metrics": MetricRecord({"num-examples": 10}),
-        }
-        return Message(RecordDict(content), reply_to=message)
-
-    return app
-
-
 class Loop:
     """Nodes 1 to n, and what `Strategy.start` asks of a grid."""
 

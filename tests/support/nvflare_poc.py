@@ -3,7 +3,7 @@
 
     python nvflare_poc.py FOLDER JOB...
 
-The folder has the site's `site.toml`, or none; what arrives at the server's processes is written
+The folder has the site's `site.toml`; what arrives at the server's processes is written
 to `arrived/`, and how the jobs ended to `status.txt`.
 """
 
@@ -139,8 +139,7 @@ def run(prod: Path, jobs: list[str]) -> list[str]:
 
 def main(folder: Path, *jobs: str) -> None:
     prod = provisioned(folder)
-    if (folder / "site.toml").exists():
-        protect(prod / SITE, folder / "site.toml")
+    protect(prod / SITE, folder / "site.toml")
     running = started(prod, folder)
     try:
         (folder / "status.txt").write_text("\n".join(run(prod, list(jobs))))

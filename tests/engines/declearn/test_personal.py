@@ -131,9 +131,8 @@ def test_a_model_comes_back_from_a_message_and_from_a_file(tmp_path: Path) -> No
 
 # -- on the server ------------------------------------------------------------------------------
 def test_the_server_shares_the_rest_and_its_own_head_never_changes() -> None:
-    require("torch")
-    inner = torch_model()
-    model = PersonalModel(inner, "head")
+    model = made("torch")
+    inner = model.model
     head = inner.get_wrapped_model().module.head.weight
     head.data[0, 0] = -0.0
     before = weights(model)
@@ -223,13 +222,12 @@ def test_own_layers_survive_rounds_evaluation_and_stop(
     shared = server.get_weights(trainable=True)
     evaluation = EvaluationRequest(weights=shared, n_steps=None, timeout=None, **ask)
     trained.evaluation_round(evaluation)
-    stop(node, StopTraining(weights=shared, loss=0.1, rounds=1))
-    assert "not evaluated together" not in caplog.text
-    assert {n: weights(trained.model)[n] for n in own} == own
-    assert all(weights(trained.model)[n] == weights(server)[n] for n in shared.coefs)
-    stop(node, StopTraining(weights=shared * 2, loss=0.1, rounds=1))
+    for best in (shared, shared * 2):
+        assert "not evaluated together" not in caplog.text
+        asyncio.run(node.stop_training(StopTraining(weights=best, loss=0.1, rounds=1)))
+        assert {n: weights(trained.model)[n] for n in own} == own
+        assert all(weights(trained.model)[n] == weights(server)[n] for n in shared.coefs)
     assert "not evaluated together" in caplog.text
-    assert {n: weights(trained.model)[n] for n in own} == own
 
 
 @each_framework
@@ -245,20 +243,15 @@ def test_an_update_of_nan_leaves_own_layers_as_they_were(framework: str, tmp_pat
     assert file.read_bytes() == bits
 
 
-def stop(node: Any, message: StopTraining) -> None:
-    asyncio.run(node.stop_training(message))
-
-
 @pytest.mark.parametrize("personal", ["head", ["head", "batchnorm"]])
 def test_own_layers_survive_a_restart_bit_for_bit(
     tmp_path: Path, personal: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    require("torch")
-    server = PersonalModel(torch_model(), personal)
+    server = made("torch", personal)
 
     def started(folder: Path | None) -> Any:
         node = client(checkpoint=None if folder is None else str(folder))
-        return manager(node, PersonalModel(torch_model(), personal))
+        return manager(node, made("torch", personal))
 
     trained = started(tmp_path)
     trained.training_round(request(server))
@@ -302,16 +295,14 @@ def test_a_server_that_shares_what_a_client_keeps_is_refused_before_any_step() -
 
 
 def test_the_client_and_the_server_both_say_what_stays() -> None:
-    require("torch")
-    model = PersonalModel(torch_model(), ["head", "bn"])
+    model = made("torch", ["head", "bn"])
     node = client(personal="head")
     reply = manager(node, model).training_round(request(model))
     assert list(reply.updates.updates.coefs) == BODY[:2]
 
 
 def test_modules_that_share_gradients_are_refused(caplog: pytest.LogCaptureFixture) -> None:
-    require("torch")
-    model = PersonalModel(torch_model(), "head")
+    model = made("torch")
     reply = manager(client(), model, modules=["scaffold-client"]).training_round(request(model))
     assert isinstance(reply, Error)
     assert "modules that share gradients, such as scaffold" in reply.message
@@ -324,8 +315,7 @@ def test_modules_that_share_gradients_are_refused(caplog: pytest.LogCaptureFixtu
 
 @pytest.mark.parametrize("scope", ["tensor", "layer", ["head"]])
 def test_norms_of_own_layers_alone_are_not_counted_for_the_server(scope: Any) -> None:
-    require("torch")
-    model = PersonalModel(torch_model(), "head")
+    model = made("torch")
     shared = {"shared": True, "scope": scope}
     with pytest.raises(ValueError, match=r"zscore-clip is shared, and its group '.*head"):
         manager(client(), model, modules=[["zscore-clip", shared]])
@@ -336,8 +326,7 @@ def test_norms_of_own_layers_alone_are_not_counted_for_the_server(scope: Any) ->
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("finite", [True, False])
 def test_rounds_without_a_step_or_with_nan_send_nothing_of_them(steps: int, finite: bool) -> None:
-    require("torch")
-    model = PersonalModel(torch_model(), "head")
+    model = made("torch")
     trained = manager(client(), model, Aggregator.from_config(CLIPPED))
     inner = trained.model
     start = inner.get_weights(trainable=True)

@@ -21,22 +21,6 @@ pytestmark = pytest.mark.slow
 python = partial(run_python, options=["-W", "error::UserWarning:fedclip"])
 
 
-def test_optimizer_after_import_and_nothing_else() -> None:
-    out = python(
-        """
-        import fedclip
-        from declearn.optimizer import Optimizer
-        opt = Optimizer(lrate=0.1, modules=["l2-global-clipping", "zscore-clip"],
-                        regularizers=["agc"])
-        print([m.name for m in opt.modules], [r.name for r in opt.regularizers])
-        from declearn.optimizer import list_optim_modules, list_optim_regularizers
-        print(sorted([*list_optim_modules(), *list_optim_regularizers()]))
-        """
-    )
-    assert out.startswith("['l2-global-clipping', 'zscore-clip'] ['agc']\n")
-    assert all(repr(specimen.name) in out for specimen in SPECIMENS)
-
-
 def test_every_clipper_has_a_specimen() -> None:
     public = {getattr(getattr(fedclip, n), "name", None) for n in fedclip.__all__}
     clippers = {name for name in public if isinstance(name, str)}

@@ -14,8 +14,8 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from declearn.messaging import Error, InitReply, PrivacyReply, PrivacyRequest, TrainReply
 from declearn.secagg.utils import IdentityKeys
 from federation_runs import complete
-from helpers import PATIENCE, require
-from hostile_server import C, D, attack, data, init, leaks, model, policy, train
+from helpers import PATIENCE
+from hostile_server import C, attack, data, init, leaks, model, policy, train
 
 import fedclip
 from fedclip.engines.declearn.messages import UpdateClipBound
@@ -152,27 +152,3 @@ def test_a_federation_runs_with_a_site_that_has_a_policy(tmp_path: Path) -> None
         run={"rounds": 2},
     )
     assert trained.get_weights() != model().get_weights()
-
-
-# -- what it can not force, as the docs say ----------------------------------------------------
-@pytest.mark.filterwarnings("ignore:PyTorch JSON serialization relies on pickle")
-def test_a_model_that_is_unpickled_runs_code_beside_the_gate(tmp_path: Path) -> None:
-    torch: Any = require("torch")
-    from declearn.model.torch import TorchModel
-
-    asked = init()
-    module = torch.nn.Linear(D, 1)
-    module.touch = _Touch(tmp_path / "here")
-    asked.model = TorchModel(module, torch.nn.MSELoss())
-    attack([asked], policy(tmp_path))
-    assert (tmp_path / "here").exists()
-
-
-class _Touch:
-    """What calls a function when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.path,)

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from federated_node import records
 from federation_runs import ADAPTIVE, N, Together, complete, running
 
 from fedclip.engines.declearn.restart import load_round
@@ -61,43 +60,6 @@ def test_two_of_three_clients_each_round_under_secure_aggregation(tmp_path: Path
     assert "clipped-averaging: 2 updates" in run.said("server")
 
 
-LEARNING: dict[str, Any] = {
-    "aggregator": "clipped-averaging",
-    "client_opt": {
-        "lrate": 0.5,
-        "modules": [["zscore-clip", {"shared": True}], "update-clip-client"],
-    },
-    "server_opt": {
-        "lrate": 1.0,
-        "modules": ["zscore-clip-server", ["update-clip-server", {"start_norm": 0.2}]],
-    },
-}
-
-
-def test_a_client_that_sends_anything_ends_nothing(tmp_path: Path) -> None:
-    """From the first round on; honest clients are not even warned of."""
-    rounds = 25
-    run = complete(
-        tmp_path,
-        protocol=WATCHFUL,
-        optim=LEARNING,
-        faults={"1": ["TrainReply", "anything", 1]},
-        sampler={"strategy": "named-clients"},
-        run={"rounds": rounds},
-    )
-    assert run.state()["round"] == rounds
-    weights = run.result()["weights"]
-    assert all(np.isfinite(w).all() for w in weights.values())
-    # Each round moves the model by no more than its bound.
-    assert np.linalg.norm(np.concatenate(list(weights.values()))) < rounds
-    shared = next(s for name, s in run.result()["modules"] if name == "zscore-clip-server")
-    # Two honest clients, six steps each.
-    assert shared["groups"]["all"]["count"] >= 12
-    lines = [line for line in run.said("server").splitlines() if "fedclip" in line]
-    assert any("client_1" in line for line in lines)
-    assert not any("client_0" in line or "client_2" in line for line in lines)
-
-
 def test_a_round_without_any_evaluation_is_never_the_best(tmp_path: Path) -> None:
     """The run goes on, says so, and early stopping sees no progress in it."""
     run = complete(
@@ -138,34 +100,6 @@ def test_no_mean_of_an_evaluation_is_of_clipped_counts(tmp_path: Path, clipval: 
     assert bool(run.errors) == (clipval == 32.0)
     said = "refused by fedclip: an evaluation is on more records than the range ±32 of secure"
     assert (said in run.said("server")) == (clipval == 32.0)
-
-
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({"optim": {**ADAPTIVE, "client_opt": 0.5}}, "'update-clip' is available to receive"),
-        (
-            {
-                "optim": {
-                    "client_opt": {"lrate": 0.5, "modules": [["sample-clip", {"max_norm": 0.5}]]},
-                    "server_opt": {"lrate": 1.0},
-                },
-                "run": {"rounds": 3, "training": {"batch_size": 20, "n_steps": 4}, "privacy": None},
-                "kind": "PrivateFederatedClient",
-                "checkpoint": "saved",
-                "client": {"valid_data": records(9, 4)["train_data"]},
-            },
-            "would not be private",
-        ),
-    ],
-    ids=["no client module", "no privacy"],
-)
-def test_what_does_not_go_together_ends_the_run_with_a_reason(
-    tmp_path: Path, settings: dict[str, Any], text: str
-) -> None:
-    run = Together(tmp_path, **settings)
-    assert "server" in run.errors
-    assert text in run.said("client_0"), run.said("client_0")[-3000:]
 
 
 def server_with(**config: Any) -> dict[str, Any]:

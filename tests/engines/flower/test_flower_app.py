@@ -61,6 +61,7 @@ def test_the_example_on_more(tmp_path: Path, options: tuple[str, str]) -> None:
 
 
 def test_flwr_builds_the_example(tmp_path: Path) -> None:
+    assert check_config(APP).ok
     shutil.copytree(APP, tmp_path / "app", ignore=shutil.ignore_patterns("result*", "__pycache__"))
     flwr = Path(sys.executable).with_name("flwr")
     env = {**os.environ, "HOME": str(tmp_path), "FLWR_TELEMETRY_ENABLED": "0"}
@@ -68,10 +69,6 @@ def test_flwr_builds_the_example(tmp_path: Path) -> None:
     (bundle,) = tmp_path.glob("*.fab")
     names = zipfile.ZipFile(bundle).namelist()
     assert {"pyproject.toml", "LICENSE", "digits/client_app.py"} <= set(names)
-
-
-def test_the_example_has_no_problem() -> None:
-    assert check_config(APP).ok
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from flwr.server import Server as LegacyServer
 from flwr.server import SimpleClientManager
 from flwr.server import strategy as legacy
 from flwr.serverapp import strategy as flower
-from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, QFedAvg, Strategy
+from flwr.serverapp.strategy import FedAdam, FedAvg, QFedAvg, Strategy
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -109,14 +109,6 @@ def test_nobody_replies(name: str) -> None:
     first, _ = Loop(TEN, directions(NORMS)).run(strategy, ZEROS, 1)
     found, _ = loop.run(strategy, first, 1)
     assert np.all(found["w"] != first["w"])
-
-
-def test_momentum_is_the_strategys_own() -> None:
-    loop = Loop(TEN, lambda node, round_: {"w": np.full(SIZE, 0.1)})
-    fixed = {"start_norm": 10.0, "learning_rate": 0.0}
-    strategy = UpdateClipStrategy(FedAvgM(server_momentum=0.5), fixed)
-    model, _ = loop.run(strategy, ZEROS, 3)
-    np.testing.assert_allclose(model["w"], -0.1 * (1 + 1.5 + 1.75))
 
 
 class Mine(flower.Krum):  # type: ignore[misc]

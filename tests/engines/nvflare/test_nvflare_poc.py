@@ -26,8 +26,6 @@ from nvflare.job_config.defs import FilterType
 from nvflare_hostile import NUMBER, SECRET, WAYS, Hostile, Keep, PutBack
 
 from fedclip.engines.nvflare import add_update_clipping
-from fedclip.site.gate import spent
-from fedclip.site.policy import Policy
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "nvflare"
@@ -55,9 +53,8 @@ def hostile(folder: Path, *filters: Any, **meta: str) -> Path:
 
 def run(folder: Path, *jobs: Path, policy: str = WITH_CODE) -> tuple[str, list[bytes], list[Any]]:
     """Run jobs; return how they ended, the frames, and the results that arrived, by rounds."""
-    if policy:
-        (folder / "site.toml").write_text(policy)
-        (folder / "site.toml").chmod(0o600)
+    (folder / "site.toml").write_text(policy)
+    (folder / "site.toml").chmod(0o600)
     script = ROOT / "tests" / "support" / "nvflare_poc.py"
     ended(script, folder, *jobs, env=os.environ | {"HOME": str(folder)})  # where NVFlare writes
     arrived = list((folder / "arrived").iterdir())
@@ -80,6 +77,7 @@ def holds(frames: list[bytes]) -> tuple[bool, bool]:
 def test_a_hostile_job_takes_out_no_more_than_the_policy_lets(tmp_path: Path) -> None:
     status, frames, results = run(tmp_path, hostile(tmp_path))
     assert status == "FINISHED:COMPLETED"
+    assert any(b"accuracy" in frame for frame in frames)
     assert holds(frames) == (False, False)
     left = dict(zip(WAYS, results, strict=True))
     for way, kind in (("difference", DataKind.WEIGHT_DIFF), ("weights", DataKind.WEIGHTS)):
@@ -93,15 +91,6 @@ def test_a_hostile_job_takes_out_no_more_than_the_policy_lets(tmp_path: Path) ->
     # Cookies are the server's, whatever an executor has done to them.
     for reply in results:
         assert "note" not in reply.get_cookie_jar()
-
-
-@pytest.mark.soak
-def test_without_a_policy_all_of_it_arrives(tmp_path: Path) -> None:
-    """What is not found above would be, if it were there."""
-    status, frames, results = run(tmp_path, hostile(tmp_path), policy="")
-    assert status == "FINISHED:COMPLETED"
-    assert holds(frames) == (True, True)
-    assert len(results) == len(WAYS)
 
 
 @pytest.mark.soak
@@ -143,19 +132,3 @@ def test_the_example_without_code_runs_below_a_policy_with_short_lists(
         norm = np.linalg.norm(dxo.data["numpy_key"].astype("f8"))
         assert norm == pytest.approx(min(bound, 0.5), rel=1e-5)
         assert dxo.meta.get("initial_metrics") == {"accuracy": pytest.approx(0.5, abs=0.5)}
-
-
-@pytest.mark.soak
-def test_two_jobs_at_once_share_the_budget(tmp_path: Path) -> None:
-    ledger = tmp_path / "spent.json"
-    policy = f"{WITH_CODE}noise_multiplier = 2.0\nmax_epsilon = 10.0\ndelta = 1e-5\n"
-    policy += f"ledger = '{ledger}'\n"
-    jobs = [hostile(tmp_path / name) for name in ("one", "two")]
-    status, frames, results = run(tmp_path, *jobs, policy=policy)
-    assert status == "FINISHED:COMPLETED\nFINISHED:COMPLETED"
-    assert holds(frames) == (False, False)
-    # Each would share two updates, and is charged for a third that is refused; four are paid for.
-    updates = [r for r in results if "DXO" in r and r["DXO"]["kind"] != DataKind.METRICS]
-    assert len(updates) <= 4
-    assert 9.0 < spent(Policy.read(tmp_path / "site.toml")).epsilon() <= 10.0
-    assert len(results) == 2 * len(WAYS)
