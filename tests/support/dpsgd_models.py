@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models of each framework, and torch models as users have them, with thirteen records."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

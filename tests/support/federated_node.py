@@ -4,8 +4,6 @@ A server that ends, however it ends, leaves what it knows in ``server.json``; a 
 come to the end of its run, in ``client_i.json``.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import itertools

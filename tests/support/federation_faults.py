@@ -4,8 +4,6 @@ A fault is ``[message, what, first]``: from the `first` message of that type on,
 what is said instead of sending it; a list of what to do is for as many messages.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

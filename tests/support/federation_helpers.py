@@ -1,7 +1,5 @@
 """A round of declearn without its network: the same calls, in the same order, on real messages."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """What a client may send in the place of anything: values of every kind that travel."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -3,8 +3,6 @@
 Processes are forked from one that has imported everything, which saves most of their time.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

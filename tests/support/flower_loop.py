@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A federation in one process, of Flower's own messages, mods and strategies, but no network."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A SuperLink and SuperNodes on this machine, and a tap on what the nodes send to the link."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import shutil

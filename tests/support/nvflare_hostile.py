@@ -5,8 +5,6 @@ It travels in the job, as code of its own: a site's policy has to hold for what 
 result of a task, whoever has made that.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -7,8 +7,6 @@ The folder has the site's `site.toml`; what arrives at the server's processes is
 to `arrived/`, and how the jobs ended to `status.txt`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

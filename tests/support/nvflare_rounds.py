@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rounds of update clipping by NVFlare's own types: contexts, filters, and bytes on the way."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Models and clients with personal layers."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A quickrun file, its model and the data of its sites, as small as can be."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

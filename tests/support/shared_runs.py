@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Server and clients that share statistics, in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,9 +12,7 @@ from declearn.utils.serialize import msgpack_deserialize, msgpack_serialize
 
 from fedclip import Clipper
 from fedclip.engines.declearn.statistics_server import SharedServer
-from fedclip.statistics.counts import (
-    FedclipSharedCounts,
-)
+from fedclip.statistics.counts import FedclipSharedCounts
 
 Steps = Sequence[float | Mapping[str, float]]
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The private names of declearn that fedclip uses: all are in one table, and exist."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

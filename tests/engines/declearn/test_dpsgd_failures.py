@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records that raise under DP-SGD, and what of them is in errors, times, counts and logs."""
 
-from __future__ import annotations
-
 import asyncio
 from functools import partial
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nothing of a record leaves a private client but the noised sum: data sets one record apart."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from functools import partial

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """DP-SGD in declearn's training: noise on the weights, the budget, and what is refused."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The data and models of a quickrun file; scikit-learn's gradients of a batch at once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

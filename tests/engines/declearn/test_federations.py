@@ -4,8 +4,6 @@
 `test_update_clip_runs.py` has federations in one process, `test_scripts.py` what users start.
 """
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 from typing import Any

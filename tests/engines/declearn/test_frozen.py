@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Frozen backbones: statistics that move, weights that nobody sends, and what is counted."""
 
-from __future__ import annotations
-
 import logging
 import runpy
 import shutil

@@ -5,8 +5,6 @@ Replies are serialised messages with anything in any field; a round is what decl
 does with them, in its order.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import logging
@@ -145,16 +143,10 @@ def play(table: Table, seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "seeds",
-    [
-        range(300),
-        pytest.param(
-            range(1000, 101_000), marks=[pytest.mark.soak, pytest.mark.timeout(7200)], id="soak"
-        ),
-    ],
+    "seeds", [300, pytest.param(100_000, marks=[pytest.mark.soak, pytest.mark.timeout(7200)])]
 )
-def test_one_liar_among_four(table: Table, seeds: range) -> None:
-    for seed in seeds:
+def test_one_liar_among_four(table: Table, seeds: int) -> None:
+    for seed in range(seeds):
         try:
             play(table, seed)
         except Exception as exc:

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The watchful server on serialized messages, without sockets; `test_federations.py` has those."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Mapping

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Personal layers: what stays on a client, what leaves it, and what is refused."""
 
-from __future__ import annotations
-
 import asyncio
 import warnings
 from pathlib import Path

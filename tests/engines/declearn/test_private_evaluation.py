@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evaluations with noise: what leaves the client, what a record moves in it, and what it costs."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`import fedclip` registers everything in any order, imports no framework, and needs none."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import pickle

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A server goes on from the newest round that was saved as a whole."""
 
-from __future__ import annotations
-
 import logging
 import os
 import time

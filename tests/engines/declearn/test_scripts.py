@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What users start: a script with ``fedclip run``, and quickruns, with DP-SGD too."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Update clipping under declearn's secure aggregation: masking and Joye-Libert."""
 
-from __future__ import annotations
-
 import logging
 import math
 from typing import Any

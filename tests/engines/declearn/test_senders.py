@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replies are vetted before they are added up, and the server's log says whose they were."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import math

@@ -4,8 +4,6 @@
 Written from the docs and the protocol alone.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from functools import partial

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A site's budget in declearn, against servers that would spend more, and beside other parts."""
 
-from __future__ import annotations
-
 import multiprocessing
 import shutil
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Server and clients with different versions of fedclip: a sentence, never a client that dies."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

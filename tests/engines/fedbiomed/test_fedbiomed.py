@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fed-BioMed's optimizer, serializer and training plan with clippers (`make fedbiomed`)."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import subprocess
 import sys

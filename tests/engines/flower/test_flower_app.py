@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flower as it runs: the example on Ray and over a SuperLink, and the docs page."""
 
-from __future__ import annotations
-
 import doctest
 import json
 import os

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What passes between a SuperNode and its SuperLink, through flwr's own functions."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from functools import partial

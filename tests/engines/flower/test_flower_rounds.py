@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Update clipping in Flower: bounds, noise, budget and turns, with Flower's own messages."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

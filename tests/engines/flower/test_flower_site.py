@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A site's policy on Flower, attacked by an app: what has left is looked at on the wire."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Update clipping around Flower's strategies: which work, which are refused, and settings."""
 
-from __future__ import annotations
-
 import logging
 import re
 from typing import Any

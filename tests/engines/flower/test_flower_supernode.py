@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a site's SuperNode starts: with a known flwr only, and through a border."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

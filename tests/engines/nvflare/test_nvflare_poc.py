@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """NVFlare: jobs that attack a site's policy, on a server and a site in processes of their own."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """NVFlare: what `add_update_clipping` puts into a job, what it refuses, and a job that runs."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

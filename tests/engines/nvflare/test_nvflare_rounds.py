@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """NVFlare: rounds of update clipping by its own types, beside the same rounds of the core."""
 
-from __future__ import annotations
-
 import logging
 import math
 from pathlib import Path

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """NVFlare: what leaves a site whose privacy.json has its policy, by NVFlare's own types."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

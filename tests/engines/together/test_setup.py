@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The environment of the other engines: what an extra needs is pinned, and nothing is told."""
 
-from __future__ import annotations
-
 import os
 import re
 import tomllib

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The client of the hostile app: each attack is a reply that holds the site's secret somewhere."""
 
-from __future__ import annotations
-
 import socket
 import sys
 from collections.abc import Callable

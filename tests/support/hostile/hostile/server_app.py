@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The server of the hostile app: asks for one attack after another, and writes down what came."""
 
-from __future__ import annotations
-
 import pickle
 import time
 from pathlib import Path
