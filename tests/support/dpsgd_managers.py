@@ -123,7 +123,6 @@ def private(source: Dataset, net: Any = None, valid: Any = None, modules: Any = 
 
 
 def total(made: Any, positions: Any) -> Any:
-    """Return the clipped sum of a step, as an array."""
     made.run_train_step(made.records.take(positions, made._fail))
     return np.concatenate([a.ravel() for a in made.noise.seen[-1][0].values()])
 

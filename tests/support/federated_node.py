@@ -169,7 +169,6 @@ class RestartedClient(FederatedClient):
         self.state = load_round(folder).optimizer.get_state()
 
     async def initialize(self) -> None:
-        """Make model and optimizer as the server says, and give the optimizer its state."""
         await super().initialize()
         assert self.trainmanager is not None
         self.trainmanager.optim.set_state(self.state)

@@ -74,7 +74,6 @@ class Run:
         return found
 
     def state(self) -> dict[str, Any]:
-        """Return the state of update-clip-server."""
         return next(s for name, s in self.result()["modules"] if name == "update-clip-server")
 
 
@@ -158,7 +157,6 @@ class Processes(Run):
                 self.until("clients registration")
 
     def until(self, text: str, name: str = "server") -> None:
-        """Wait until a node has logged a text."""
         end = time.monotonic() + PATIENCE
         while text not in self.said(name) and self.processes[name].exitcode is None:
             assert time.monotonic() < end, self.said(name)[-3000:]

@@ -142,7 +142,6 @@ class Federation:
         return process
 
     def log(self, name: str) -> str:
-        """Return what a process has written."""
         return (self.folder / f"{name}.log").read_text(errors="replace")
 
     def tap(self) -> str:
@@ -188,7 +187,6 @@ class Federation:
         return received
 
     def left(self) -> bytes:
-        """Return all bytes that have left the nodes."""
         return b"".join(tap.sent for tap in self.taps)
 
     def close(self) -> None:
@@ -203,7 +201,6 @@ class Federation:
 
 @contextmanager
 def federation(folder: Path) -> Iterator[Federation]:
-    """Have a SuperLink for as long as this lasts."""
     result = Federation(folder)
     try:
         yield result
@@ -212,7 +209,6 @@ def federation(folder: Path) -> Iterator[Federation]:
 
 
 def policy(folder: Path, **values: Any) -> Path:
-    """Write a site's policy, and return its path."""
     path = folder / "site.toml"
     values = {"max_norm": 0.5, "allow_metrics": ["num-examples"], **values}
     path.write_text("[update]\n" + "".join(f"{k} = {v!r}\n" for k, v in values.items()))

@@ -78,13 +78,13 @@ class Wire(NetworkClient, register=False):
 
     @staticmethod
     def _setup_ssl_context(certificate: str | None = None) -> None:
-        """None is needed."""
+        pass
 
     async def start(self) -> None:
-        """Do nothing."""
+        pass
 
     async def stop(self) -> None:
-        """Do nothing."""
+        pass
 
     async def _send_message(self, bin_msg: bytes) -> bytes:
         self.frames.append(bin_msg)

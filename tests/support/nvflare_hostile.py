@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable
 from nvflare.apis.executor import Executor
-from nvflare.apis.filter import Filter
 from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.shareable import Shareable
 from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
@@ -46,13 +45,6 @@ class Keep(ModelAggregator):
 
     def reset_stats(self) -> None:
         pass
-
-
-class PutBack(Filter):
-    """A result filter of the job: puts in what the site has taken out."""
-
-    def process(self, shareable: Shareable, fl_ctx: Any) -> Shareable:
-        return DXO(DataKind.WEIGHT_DIFF, data={"numpy_key": np.full(4, NUMBER)}).to_shareable()
 
 
 def answer(way: str, task: Shareable) -> Shareable:

@@ -78,13 +78,12 @@ def provisioned(folder: Path) -> Path:
 
 
 def protect(site: Path, policy: Path) -> None:
-    """Write the page's privacy.json; logs stay, unless a file `logs-leave` is there.
+    """Write the page's privacy.json.
 
     With a file `short-lists`, server and site allow no classes but those of the page.
     """
     resources = json.loads((site / "local" / "resources.json.default").read_text())
-    if not (policy.parent / "logs-leave").exists():
-        resources["allow_log_streaming"] = False
+    resources["allow_log_streaming"] = False
     page = (Path(__file__).parents[2] / "docs" / "nvflare-site.md").read_text(encoding="utf-8")
     if (policy.parent / "short-lists").exists():
         found = re.findall(r'^"class_allow_list": (\[.*?^\])$', page, re.MULTILINE | re.DOTALL)

@@ -40,7 +40,6 @@ def torch_model(seed: int = 0) -> Any:
 
 
 def keras_model(seed: int = 0) -> Any:
-    """Return the same in Keras."""
     import keras
     from declearn.model.tensorflow import TensorflowModel
 
@@ -97,7 +96,6 @@ def client(seed: int = 0, **settings: Any) -> fedclip.PersonalFederatedClient:
 
 
 def weights(model: Any) -> dict[str, bytes]:
-    """Return the bits of all weights."""
     coefs = model.get_weights().coefs
     return {name: np.asarray(array).tobytes() for name, array in coefs.items()}
 

@@ -70,7 +70,6 @@ class Federation:
         return next(m for m in self.server.modules if isinstance(m, SharedServer))
 
     def group(self, label: str = "all") -> dict[str, Any]:
-        """Return the shared state of a group."""
         found: dict[str, Any] = self.counterpart.get_state()["groups"][label]
         return found
 
@@ -118,7 +117,6 @@ class Federation:
 
 
 def rule_of(fed: Federation) -> Any:
-    """Return the rule that clients judge by."""
     sharing: Any = fed.clipper("client_0")
     return sharing._sharing.rule.rule
 

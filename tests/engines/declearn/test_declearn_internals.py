@@ -31,7 +31,6 @@ def is_private(name: str) -> bool:
 
 @cache
 def defined(package: Path) -> set[str]:
-    """Return the private names that a package defines: functions, attributes and variables."""
     names = set()
     for tree in trees(package).values():
         for node in ast.walk(tree):

@@ -36,7 +36,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sent(folder: Path) -> dict[str, list[Any]]:
-    """Return what clients of each kind send."""
     return {kind: conversation(kind, folder) for kind in (*wire.KINDS, *wire.VALIDATION)}
 
 
@@ -142,8 +141,6 @@ def test_the_table_says_of_each_field_what_is_on_the_wire(sent: dict[str, list[A
 
 
 class Remembers(nn.Module):  # type: ignore[misc]
-    """Does something with each input, and with what it has kept."""
-
     count = 0
 
     def __init__(self, use: Any, kept: Any = None, buffer: bool = False) -> None:
@@ -196,8 +193,6 @@ def enclosed() -> Any:
 
 
 class Slotted:
-    """Counts in a slot."""
-
     __slots__ = ("count",)
 
     def __init__(self) -> None:

@@ -84,7 +84,6 @@ class Table:
         return self.server.finish(list(arrived.values()))
 
     def counts(self) -> tuple[int, int]:
-        """Return how many norms the two shared states have learnt in the round."""
         state = self.state()
         history = state["percentile-norm-clip-server"]["history"]["all"]
         buckets = [count for _, counts in history for count in counts]

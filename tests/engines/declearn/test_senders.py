@@ -23,7 +23,7 @@ from fedclip.updates.votes import FIRST_VARIANCE, BoundRule, counts_of
 
 
 class AuxVar(_AuxVar, register=False):
-    """What another module sends."""
+    pass
 
 
 MODEL = model_of(w=np.zeros(1))

@@ -26,7 +26,6 @@ APP = Path(__file__).parents[3] / "examples" / "flower"
 
 
 def run(folder: Path, *options: str) -> dict[str, Any]:
-    """Run the example, and return what its server has kept."""
     done = ended(APP / "run.py", "--folder", folder, *options, timeout=1500.0)
     found: dict[str, Any] = json.loads((folder / "update_clip.json").read_text())
     found["accuracy"] = [

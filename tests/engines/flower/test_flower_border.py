@@ -91,8 +91,6 @@ class Link:
 
 
 class Node:
-    """A SuperNode's functions, over a connection."""
-
     def __init__(self, connection: tuple[Any, ...]) -> None:
         self.connection = connection
         self.state = NodeStateFactory(ObjectStoreFactory()).state()
@@ -118,7 +116,6 @@ Answer = Callable[[Message], Message | list[Message]]
 
 
 def exchanged(message: Message, answer: Answer, rules: Policy | None = PLAIN) -> Link:
-    """Return the SuperLink's end after a message and its reply."""
     link = Link(message)
     connection = link.connection
     node = Node(Border(Gate(rules), connection).connection() if rules else connection)

@@ -256,7 +256,7 @@ def test_an_app_that_fails_is_left_to_flower() -> None:
 
 
 class Older(NumPyClient):  # type: ignore[misc]
-    """A client of Flower's older API."""
+    pass
 
 
 def test_apps_of_the_older_api_get_a_sentence() -> None:

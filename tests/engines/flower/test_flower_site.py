@@ -48,15 +48,6 @@ def test_what_a_hostile_app_sends_stays_in_the_site(isolation: str, tmp_path: Pa
         assert reply["arrays"]["steps"] == MODEL["steps"], name
 
 
-@pytest.mark.soak
-def test_an_app_can_stop_the_node_and_nothing_leaves(tmp_path: Path) -> None:
-    with federation(tmp_path) as running:
-        node, _ = running.node(policy(tmp_path))
-        running.run("stop")
-        until(lambda: node.poll() is not None)
-        assert b"num-examples" not in running.left()
-
-
 def targets(outside: socket.socket, *files: Path) -> str:
     """Return where an app could take data, and what it could change: addresses and files."""
     hosts = subprocess.check_output(["hostname", "-I"], text=True).split()

@@ -110,12 +110,10 @@ def test_nobody_replies(name: str) -> None:
 
 
 class Mine(flower.Krum):  # type: ignore[misc]
-    """A strategy of an app's own."""
+    pass
 
 
 class Holds(FedAvg):  # type: ignore[misc]
-    """A strategy around another one."""
-
     def __init__(self) -> None:
         super().__init__()
         self.within = flower.FedMedian()

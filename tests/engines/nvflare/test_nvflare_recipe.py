@@ -119,7 +119,6 @@ def test_what_can_not_be_clipped_is_refused(
 
 
 def by_the_core(rounds: int, clients: int) -> tuple[list[float], Any]:
-    """Return bounds and model of the example, by a loop in one process."""
     spec = importlib.util.spec_from_file_location("nvflare_example", SCRIPT)
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)

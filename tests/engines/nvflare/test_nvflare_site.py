@@ -128,7 +128,6 @@ def norm(arrays: dict[str, Any]) -> float:
 
 
 def everything(kind: str, data: Any) -> Shareable:
-    """Return a result that has the secret in every place."""
     reply = DXO(
         kind,
         data=data,

@@ -20,7 +20,6 @@ MODEL = {
 
 
 def plain(reply: Message) -> Any:
-    """Return what is in a reply: its error, or its records."""
     if reply.has_error():
         return reply.error.code, reply.error.reason
     return {
