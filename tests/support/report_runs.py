@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experiments for the tests of reports: checkpoints as declearn writes them, without a network."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import cache

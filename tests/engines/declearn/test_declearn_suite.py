@@ -11,24 +11,19 @@ from helpers import ended, hiding, python
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def suite(tmp_path_factory):
-    """Return a folder with declearn's tests, and nothing else of its sources."""
+def test_declearns_tests_pass_for_every_clipper(tmp_path):
+    """Its source archive has them; nothing else of it is unpacked."""
     pytest.importorskip("torch")
-    folder = tmp_path_factory.mktemp("declearn")
     name = f"declearn=={version('declearn')}"
-    options = ["--quiet", "--no-deps", "--no-binary=:all:", "--dest", str(folder)]
+    options = ["--quiet", "--no-deps", "--no-binary=:all:", "--dest", str(tmp_path)]
     found = ended("-m", "pip", "download", *options, name, well=False)
-    archives = list(folder.glob("declearn-*.tar.gz"))
+    archives = list(tmp_path.glob("declearn-*.tar.gz"))
     if not archives:
         pytest.skip(f"{name} could not be downloaded: {found.stderr.strip()[-200:]}")
     with tarfile.open(archives[0]) as archive:
         members = [m for m in archive.getmembers() if "/test/" in m.name]
-        archive.extractall(folder, members=members, filter="data")
-    return next(folder.glob("declearn-*/test")).parent
-
-
-def test_declearns_tests_pass_for_every_clipper(suite):
+        archive.extractall(tmp_path, members=members, filter="data")
+    suite = next(tmp_path.glob("declearn-*/test")).parent
     from declearn.optimizer import list_optim_modules, list_optim_regularizers
 
     import fedclip

@@ -61,6 +61,21 @@ def test_batchnorm_stands_for_layers_with_running_statistics() -> None:
     assert chosen(["*.lora_A.weight"], names) == {*names[:2]}
 
 
+OTHERS: dict[str, Any] = {
+    "no layer of the model keeps running statistics": {"personal": "batchnorm"},
+    "personal must be a name pattern": {"personal": 3},
+    "must be a model of declearn, got str": {"model": "x", "personal": "x"},
+    "needs frozen BatchNorm of torch": {"frozen_batchnorm": "eval"},
+    "must be one of 'eval', got 'train'": {"frozen_batchnorm": "train"},
+}
+
+
+@pytest.mark.parametrize("message", OTHERS)
+def test_settings_that_do_not_fit_are_refused(message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        PersonalModel(**{"model": linear(), **OTHERS[message]})
+
+
 @pytest.mark.parametrize(
     ("personal", "message"),
     [
@@ -84,23 +99,6 @@ def test_patterns_that_match_nothing_everything_or_half_are_refused(
         network.tail.weight = network.body.weight
     with pytest.raises(ValueError, match=message):
         PersonalModel(model, personal)
-
-
-@pytest.mark.parametrize(
-    ("settings", "error", "message"),
-    [
-        ({"personal": "batchnorm"}, ValueError, "no layer of the model keeps running statistics"),
-        ({"personal": 3}, TypeError, "personal must be a name pattern"),
-        ({"model": "x", "personal": "x"}, TypeError, "must be a model of declearn, got str"),
-        ({"frozen_batchnorm": "eval"}, ValueError, "needs frozen BatchNorm of torch"),
-        ({"frozen_batchnorm": "train"}, ValueError, "must be one of 'eval', got 'train'"),
-    ],
-)
-def test_settings_that_do_not_fit_are_refused(
-    settings: Any, error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        PersonalModel(**{"model": linear(), **settings})
 
 
 def test_patterns_of_a_model_without_shapes_are_checked_when_it_has_them() -> None:
@@ -206,9 +204,7 @@ def test_the_average_is_that_of_models_without_the_head(
 
 
 @each_framework
-def test_own_layers_survive_rounds_evaluation_and_stop(
-    framework: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_own_layers_survive_rounds_evaluation_and_stop(framework: str, caplog: Any) -> None:
     server = made(framework)
     node = client(checkpoint=None)
     trained = manager(node, server)

@@ -16,14 +16,10 @@ from fedclip import PersonalModel
 
 pytestmark = pytest.mark.slow
 
+PROXIMAL = {"lrate": 0.5, "w_decay": 0.001, "regularizers": [["fedprox", {"alpha": 0.1}]]}
 NOISED: dict[str, Any] = {
     "aggregator": "clipped-averaging",
-    "client_opt": {
-        "lrate": 0.5,
-        "w_decay": 0.001,
-        "regularizers": [["fedprox", {"alpha": 0.1}]],
-        "modules": ["update-clip-client", "momentum"],
-    },
+    "client_opt": {**PROXIMAL, "modules": ["update-clip-client", "momentum"]},
     "server_opt": {
         "lrate": 1.0,
         "modules": [
@@ -91,15 +87,7 @@ def test_a_federation_sends_no_name_and_no_value_of_own_layers(
 def test_private_clients_keep_own_layers_which_have_noise_too(tmp_path: Path) -> None:
     model = PersonalModel(linear(), "intercept")
     start = weights(model)
-    optim = {
-        "aggregator": "averaging",
-        "client_opt": {
-            "lrate": 0.5,
-            "w_decay": 0.001,
-            "regularizers": [["fedprox", {"alpha": 0.1}]],
-            "modules": ["sample-clip"],
-        },
-    }
+    optim = {"aggregator": "averaging", "client_opt": {**PROXIMAL, "modules": ["sample-clip"]}}
     privacy = {"budget": [3.0, 1e-2], "sclip_norm": 0.5}
     more = {"kind": "PrivateFederatedClient", "run": {"privacy": privacy}}
     run = complete(tmp_path, **settings(model, optim, **more))
