@@ -58,20 +58,6 @@ def test_every_clipper_steps_and_its_state_survives_a_round(
         np.testing.assert_array_equal(np.asarray(value), np.asarray(found.coefs[key]))
 
 
-def test_statistics_of_all_nodes_travel_as_auxiliary_variables() -> None:
-    nodes = [Optimizer(lr=0.1, modules=[("zscore-clip", {"shared": True})]) for _ in range(2)]
-    researcher = Optimizer(lr=1.0, modules=["zscore-clip-server"])
-    for round_ in range(2):
-        sent = researcher.get_aux()
-        for number, node in enumerate(nodes):
-            node.set_aux(Serializer.loads(Serializer.dumps(sent)))
-            node.init_round()
-            node.step(*vectors("torch", 10 * round_ + number))
-        replies = [node.get_aux() for node in nodes]
-        researcher.set_aux({key: replies[0][key] + replies[1][key] for key in replies[0]})
-    assert researcher.get_state()["states"]
-
-
 class Plan(TorchTrainingPlan):  # type: ignore[misc]
     def init_model(self, model_args: Any) -> Any:
         torch.manual_seed(0)

@@ -205,23 +205,6 @@ def test_what_is_refused_leaves_as_one_error(name: str) -> None:
     assert exchanged(asked("train.again"), replying(trained(MODEL))).replies[0].has_content()
 
 
-def bent(message: Message) -> Message:
-    reply = Message(trained(MODEL), reply_to=message)
-    reply.metadata.group_id = SECRET
-    reply.metadata.created_at = reply.metadata.ttl = 1234567.0
-    reply.metadata.message_type = "query.PATIENT_0042"
-    reply.metadata.dst_node_id = 3
-    reply.metadata.src_task_id = 4
-    return reply
-
-
-def test_the_metadata_are_made_here() -> None:
-    link = exchanged(asked(), bent)
-    found = link.replies[0].metadata
-    assert not leaks(link.left)
-    assert (found.message_type, found.dst_node_id, found.src_task_id) == ("train", 1, None)
-
-
 def twice(message: Message) -> list[Message]:
     more = trained(MODEL, more=ConfigRecord({"a": 1}))
     return [Message(trained(MODEL), reply_to=message), Message(more, reply_to=message)]
