@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies of the checkout, what is typed in them, and the wheel and source archive built of one."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

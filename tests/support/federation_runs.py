@@ -25,7 +25,6 @@ from helpers import PATIENCE, free_port
 from memory import without_sockets
 
 N = 3
-MOST = ("min_clients", "max_clients")
 ADAPTIVE: dict[str, Any] = {
     "aggregator": "clipped-averaging",
     "client_opt": {"lrate": 0.5, "modules": ["update-clip-client"]},
@@ -57,7 +56,7 @@ class Run:
             **settings,
             "run": {
                 "rounds": 4,
-                "register": {"timeout": PATIENCE} | dict.fromkeys(MOST, clients),
+                "register": {"timeout": PATIENCE, "min_clients": clients, "max_clients": clients},
                 "training": {"batch_size": 10},
                 # With all clients, which declearn's secure aggregation over some does not survive.
                 "evaluate": {"batch_size": 60, "frequency": 1000},

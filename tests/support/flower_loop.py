@@ -5,7 +5,16 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Error,
+    Message,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.clientapp import ClientApp
 from flwr.supercore.task_identity import TaskIdentity
 
@@ -102,8 +111,6 @@ class Loop:
             try:
                 reply = self.apps[node](message, self.contexts[node])
             except Exception as exc:  # as Flower's engines do
-                from flwr.app import Error
-
                 reply = Message(Error(4, str(exc)), reply_to=message)
             if message.metadata.message_type == "train" and node in self.change:
                 reply = self.change[node](reply)

@@ -6,8 +6,6 @@ the table. ``pytest --backends numpy,torch`` tests with these frameworks only, a
 other: tests ask for a framework through `each_framework`, `needs` and `require`.
 """
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import os

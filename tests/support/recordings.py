@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What other packages made of one stream of gradients: `tests/golden`, an archive for each."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

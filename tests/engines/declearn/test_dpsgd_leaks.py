@@ -192,11 +192,9 @@ def enclosed() -> Any:
     return lambda net, x: boxed(kept, net, x)
 
 
+@dataclasses.dataclass(slots=True)
 class Slotted:
-    __slots__ = ("count",)
-
-    def __init__(self) -> None:
-        self.count = 0
+    count: int = 0
 
     def __call__(self, net: Any, x: Any) -> Any:
         self.count += 1

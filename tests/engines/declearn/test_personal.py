@@ -53,9 +53,8 @@ def test_batchnorm_stands_for_layers_with_running_statistics() -> None:
     assert chosen(["batchnorm"], names + others) == {*names}
     keras = ["net/bn/gamma:0", "net/bn/beta:0", "net/bn/moving_mean:0", "net/bn/moving_variance:0"]
     assert chosen(["batchnorm"], [*keras, "net/dense/kernel:0"]) == {*keras}
-    assert chosen(["batchnorm"], ["running_mean", "weight", "x.weight"]) == {
-        *("running_mean", "weight")
-    }
+    bare = ["running_mean", "weight"]
+    assert chosen(["batchnorm"], [*bare, "x.weight"]) == {*bare}
     # A wildcard keeps what only wrappers hide from it.
     names = ["a.lora_A.weight", "b.lora_A.default.weight", "b.lora_B.default.weight"]
     assert chosen(["*.lora_A.weight"], names) == {*names[:2]}

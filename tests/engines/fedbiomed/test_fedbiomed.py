@@ -24,10 +24,7 @@ from fedclip.core.plugins import PLUGINS
 MODULES = sorted(name for group, name in PLUGINS if group == "OptiModule")
 # Opacus, which Fed-BioMed makes for each plan, warns of its generator.
 pytestmark = pytest.mark.filterwarnings("ignore:Secure RNG turned off")
-PARAMETERS: dict[str, dict[str, Any]] = {
-    "norm-clip": {"max_norm": 1.0},
-    "value-clip": {"max_value": 1.0},
-}
+PARAMETERS = {"norm-clip": {"max_norm": 1.0}, "value-clip": {"max_value": 1.0}}
 
 
 def vectors(kind: str, seed: int = 0) -> tuple[Any, Any]:

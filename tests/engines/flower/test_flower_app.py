@@ -74,13 +74,12 @@ def test_a_step_clipper_goes_on_in_the_next_round(client: Any) -> None:
 
 
 # -- the page; `project/test_docs.py` runs the others -------------------------------------------
-DOCS = Path(__file__).parents[3] / "docs"
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
 def test_the_page_runs() -> None:
-    page = "flower.md"
-    text, names, said = (DOCS / page).read_text(encoding="utf-8"), dict[str, Any](), list[str]()
+    page, names, said = "flower.md", dict[str, Any](), list[str]()
+    text = (APP.parents[1] / "docs" / page).read_text(encoding="utf-8")
     found = re.findall(r"^```(python|pycon)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     assert found
     for language, block in found:
