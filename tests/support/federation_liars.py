@@ -81,10 +81,10 @@ def vector(rng: random.Random, depth: int = 0) -> Any:
         return made
     names: str = rng.choice(["wb", "wb", "bw", "w", "wbc", ""])
     shapes: dict[str, tuple[int, ...]] = {"w": (2,), "b": (), "c": (1,)}
-    made = {
+    coefs = {
         name: array(rng, shapes[name]) if rng.random() < 0.9 else anything(rng, 3) for name in names
     }
-    return NumpyVector(made)
+    return NumpyVector(coefs)
 
 
 def message(rng: random.Random, depth: int = 0) -> Any:
