@@ -1,7 +1,5 @@
 """Training managers and clients with DP-SGD, without a server; some without noise."""
 
-from __future__ import annotations
-
 import asyncio
 import tempfile
 import warnings
@@ -106,34 +104,32 @@ def client(**settings: Any) -> Any:
     return fedclip.PrivateFederatedClient(Wire(), **{**known, **settings})
 
 
-def private(source: Dataset, net: Any = None, valid: Any = None, modules: Any = ()) -> Any:
-    """Return a manager that adds no noise, with the updates that it would have added noise to."""
+def linear(net: Any = None) -> Any:
     import torch
     from declearn.model.torch import TorchModel
 
     torch.manual_seed(0)
-    model = TorchModel(net or torch.nn.Linear(wire.D, wire.CLASSES), torch.nn.CrossEntropyLoss())
+    return TorchModel(net or torch.nn.Linear(wire.D, wire.CLASSES), torch.nn.CrossEntropyLoss())
+
+
+def private(source: Dataset, net: Any = None, valid: Any = None, modules: Any = ()) -> Any:
+    """Return a manager that adds no noise, with the updates that it would have added noise to."""
     x, y = wire.arrays(20, seed=1)
     valid = InMemoryDataset(x, target=y) if valid is None else valid
-    made = manager_of(model, source, valid, modules, 1.0)
+    made = manager_of(linear(net), source, valid, modules, 1.0)
     made.make_private(request())
     made.noise = Silent()
     return made
 
 
 def total(made: Any, positions: Any) -> Any:
-    """Return the clipped sum of a step, as an array."""
     made.run_train_step(made.records.take(positions, made._fail))
     return np.concatenate([a.ravel() for a in made.noise.seen[-1][0].values()])
 
 
 def conversation(kind: str, folder: Path) -> list[Any]:
     """Return what a client sends in two rounds; its draws are the same whatever its kind."""
-    import torch
-    from declearn.model.torch import TorchModel
-
-    torch.manual_seed(0)
-    model = TorchModel(torch.nn.Linear(wire.D, wire.CLASSES), torch.nn.CrossEntropyLoss())
+    model = linear()
     clip = ("sample-clip", {"evaluation_share": 0.2, "loss_bound": BOUND})
     limits = [("value-clip", {"max_value": 0.05}), ("norm-clip", {"max_norm": 0.07})]
     optim = Optimizer(lrate=0.5, modules=[*limits, clip, "momentum"])

@@ -109,7 +109,6 @@ def keras_model(net: Any, loss: Any = None, shape: Any = (4,)) -> Any:
 
 
 def keras_tokens(kind: str) -> Model:
-    """Return a model with layers that have no vectorized gradient."""
     keras = require("keras")
     layers, inputs = keras.layers, keras.Input((7,))
     found = layers.Embedding(11, 6)(inputs)

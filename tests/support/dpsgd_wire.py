@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records of which one differs, raises or lacks something; and clients that draw the same."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

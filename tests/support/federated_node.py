@@ -4,8 +4,6 @@ A server that ends, however it ends, leaves what it knows in ``server.json``; a 
 come to the end of its run, in ``client_i.json``.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import itertools
@@ -171,7 +169,6 @@ class RestartedClient(FederatedClient):
         self.state = load_round(folder).optimizer.get_state()
 
     async def initialize(self) -> None:
-        """Make model and optimizer as the server says, and give the optimizer its state."""
         await super().initialize()
         assert self.trainmanager is not None
         self.trainmanager.optim.set_state(self.state)

@@ -4,21 +4,15 @@ A fault is ``[message, what, first]``: from the `first` message of that type on,
 what is said instead of sending it; a list of what to do is for as many messages.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
-import random
 import signal
 from pathlib import Path
 from typing import Any
 
-import federation_liars
 import msgpack
 from declearn.communication.api.backend.actions import Send
 from declearn.messaging import Error, EvaluationReply, InitReply, Message
-
-_RANDOM = random.Random(2)
 
 
 def content(what: str, message: Any) -> bytes:
@@ -33,9 +27,6 @@ def content(what: str, message: Any) -> bytes:
         return bytes(other.serialize())
     if what == "an error":
         return Error("the disk of site B is full").serialize()
-    if what == "anything":
-        federation_liars.SHAPES = dict(message.updates.updates.shapes())
-        return federation_liars.forge(_RANDOM, message)
     if what == "text for a tensor":
         return bytes(header(message) + msgpack.packb(texts(msgpack.unpackb(payload(message)))))
     if what == "nested":

@@ -1,7 +1,5 @@
 """A round of declearn without its network: the same calls, in the same order, on real messages."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -54,7 +52,6 @@ class Clients:
         n_steps: int = 1,
         encrypter: object = None,
     ) -> TrainReply:
-        """Return what client `i` replies when its round gives this update."""
         optim = self.optimizers[i]
         vector = update if isinstance(update, Vector) else NumpyVector({"w": update})
         self.begin(i, aux, vector, encrypter)
@@ -77,14 +74,12 @@ class Server:
 
     @property
     def module(self) -> Any:
-        """The first of its modules."""
         return self.optim.modules[0]
 
     def start(self) -> dict[str, Any]:
         return self.optim.collect_aux_var()
 
     def round(self, clients: Clients, updates: Sequence[Update]) -> NumpyVector:
-        """Return what a round comes to in which each client has one of the updates."""
         aux = self.start()
         return self.finish([clients.round(i, aux, update) for i, update in enumerate(updates)])
 

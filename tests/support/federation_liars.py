@@ -1,7 +1,5 @@
 """What a client may send in the place of anything: values of every kind that travel."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 
@@ -21,8 +19,6 @@ FIELDS = {
     FedclipSharedCounts: ("counts",),
     FedclipSharedState: ("version", "settings", "max_steps", "labels", "state", "fedclip"),
 }
-SHAPES: dict[str, tuple[int, ...]] = {"w": (2,), "b": ()}
-"""The two tensors of the model."""
 DTYPES = (
     *("float64", "float32", "float16", "int64", "uint8", "bool"),
     *("complex64", "complex128", ">f8", "M8[s]", "uint64"),
@@ -83,15 +79,12 @@ def vector(rng: random.Random, depth: int = 0) -> Any:
         made = NumpyVector({})
         made.coefs = anything(rng, depth + 1)
         return made
-    w, b = SHAPES
-    names = rng.choice([(w, b), (w, b), (b, w), (w,), (w, b, "c"), ()])
-    shapes = {**SHAPES, "c": (1,)}
-    return NumpyVector(
-        {
-            name: array(rng, shapes[name]) if rng.random() < 0.9 else anything(rng, 3)
-            for name in names
-        }
-    )
+    names: str = rng.choice(["wb", "wb", "bw", "w", "wbc", ""])
+    shapes: dict[str, tuple[int, ...]] = {"w": (2,), "b": (), "c": (1,)}
+    coefs = {
+        name: array(rng, shapes[name]) if rng.random() < 0.9 else anything(rng, 3) for name in names
+    }
+    return NumpyVector(coefs)
 
 
 def message(rng: random.Random, depth: int = 0) -> Any:

@@ -3,8 +3,6 @@
 Processes are forked from one that has imported everything, which saves most of their time.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -27,7 +25,6 @@ from helpers import PATIENCE, free_port
 from memory import without_sockets
 
 N = 3
-MOST = ("min_clients", "max_clients")
 ADAPTIVE: dict[str, Any] = {
     "aggregator": "clipped-averaging",
     "client_opt": {"lrate": 0.5, "modules": ["update-clip-client"]},
@@ -59,7 +56,7 @@ class Run:
             **settings,
             "run": {
                 "rounds": 4,
-                "register": {"timeout": PATIENCE} | dict.fromkeys(MOST, clients),
+                "register": {"timeout": PATIENCE, "min_clients": clients, "max_clients": clients},
                 "training": {"batch_size": 10},
                 # With all clients, which declearn's secure aggregation over some does not survive.
                 "evaluate": {"batch_size": 60, "frequency": 1000},
@@ -76,7 +73,6 @@ class Run:
         return found
 
     def state(self) -> dict[str, Any]:
-        """Return the state of update-clip-server."""
         return next(s for name, s in self.result()["modules"] if name == "update-clip-server")
 
 
@@ -160,7 +156,6 @@ class Processes(Run):
                 self.until("clients registration")
 
     def until(self, text: str, name: str = "server") -> None:
-        """Wait until a node has logged a text."""
         end = time.monotonic() + PATIENCE
         while text not in self.said(name) and self.processes[name].exitcode is None:
             assert time.monotonic() < end, self.said(name)[-3000:]

@@ -1,13 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """A federation in one process, of Flower's own messages, mods and strategies, but no network."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import (
+    Array,
+    ArrayRecord,
+    ConfigRecord,
+    Context,
+    Error,
+    Message,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.clientapp import ClientApp
 from flwr.supercore.task_identity import TaskIdentity
 
@@ -49,21 +56,6 @@ def rewritten(change: Callable[[RecordDict], None]) -> Callable[[Message], Messa
         return message
 
     return rewrite
-
-
-def app_that_takes_the_bound(size: int) -> ClientApp:
-    """Return an app without `UpdateClipMod`, which leaves the bound where it is."""
-    app = ClientApp()
-
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        content = {
-            "arrays": record({"w": np.ones(size)}),
-            "metrics": MetricRecord({"num-examples": 10}),
-        }
-        return Message(RecordDict(content), reply_to=message)
-
-    return app
 
 
 class Loop:
@@ -119,8 +111,6 @@ class Loop:
             try:
                 reply = self.apps[node](message, self.contexts[node])
             except Exception as exc:  # as Flower's engines do
-                from flwr.app import Error
-
                 reply = Message(Error(4, str(exc)), reply_to=message)
             if message.metadata.message_type == "train" and node in self.change:
                 reply = self.change[node](reply)

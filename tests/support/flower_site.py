@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A SuperLink and SuperNodes on this machine, and a tap on what the nodes send to the link."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import shutil
 import signal
 import socket
+import socketserver
 import subprocess
 import sys
 import threading
@@ -56,32 +55,23 @@ def norm(arrays: Mapping[str, Any]) -> float:
     return float(sum(np.sum((arrays[k] - m.astype(float)) ** 2) for k, m in MODEL.items()) ** 0.5)
 
 
-class Tap:
+class Tap(socketserver.ThreadingTCPServer):
     """Forwards connections to a port, and keeps each byte that goes there."""
 
     def __init__(self, target: int) -> None:
-        self.sent = bytearray()
-        self._target = target
-        self._listening = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listening.getsockname()[1]
-        self._threads: list[threading.Thread] = []
-        self._begin(self._accept)
+        super().__init__(("127.0.0.1", 0), socketserver.BaseRequestHandler)
+        self.sent, self._target = bytearray(), target
+        threading.Thread(target=self.serve_forever, args=(0.1,), daemon=True).start()
 
-    def _begin(self, *work: Any) -> None:
-        thread = threading.Thread(target=work[0], args=work[1:], daemon=True)
-        self._threads.append(thread)
-        thread.start()
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                node, _ = self._listening.accept()
-                link = socket.create_connection(("127.0.0.1", self._target))
-                for pair in ((node, link, self.sent), (link, node, bytearray())):
-                    self._begin(self._copy, *pair)
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        with socket.create_connection(("127.0.0.1", self._target)) as link:
+            back = threading.Thread(target=self._copy, args=(link, request, bytearray()))
+            back.start()
+            self._copy(request, link, self.sent)
+            back.join()
 
     @staticmethod
-    def _copy(source: socket.socket, to: socket.socket, kept: bytearray) -> None:
+    def _copy(source: Any, to: Any, kept: bytearray) -> None:
         with suppress(OSError):
             while data := source.recv(1 << 16):
                 kept += data
@@ -89,15 +79,6 @@ class Tap:
         for end in (source, to):
             with suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
-        source.close()
-
-    def close(self) -> None:
-        """Accept no more connections, and wait for those there are: their nodes have ended."""
-        with suppress(OSError):
-            self._listening.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join(LIMIT)
-        self._listening.close()
 
 
 class Federation:
@@ -144,13 +125,12 @@ class Federation:
         return process
 
     def log(self, name: str) -> str:
-        """Return what a process has written."""
         return (self.folder / f"{name}.log").read_text(errors="replace")
 
     def tap(self) -> str:
         """Return an address that leads to the link, where another tap is."""
         self.taps.append(Tap(self.port))
-        return f"127.0.0.1:{self.taps[-1].port}"
+        return f"127.0.0.1:{self.taps[-1].server_address[1]}"
 
     def node(
         self, policy: Path | None, *words: str, name: str = "node"
@@ -190,7 +170,6 @@ class Federation:
         return received
 
     def left(self) -> bytes:
-        """Return all bytes that have left the nodes."""
         return b"".join(tap.sent for tap in self.taps)
 
     def close(self) -> None:
@@ -200,12 +179,13 @@ class Federation:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         for tap in self.taps:
-            tap.close()
+            tap.shutdown()
+            # It waits for the connections that there are, whose nodes have ended.
+            tap.server_close()
 
 
 @contextmanager
 def federation(folder: Path) -> Iterator[Federation]:
-    """Have a SuperLink for as long as this lasts."""
     result = Federation(folder)
     try:
         yield result
@@ -214,7 +194,6 @@ def federation(folder: Path) -> Iterator[Federation]:
 
 
 def policy(folder: Path, **values: Any) -> Path:
-    """Write a site's policy, and return its path."""
     path = folder / "site.toml"
     values = {"max_norm": 0.5, "allow_metrics": ["num-examples"], **values}
     path.write_text("[update]\n" + "".join(f"{k} = {v!r}\n" for k, v in values.items()))

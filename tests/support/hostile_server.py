@@ -3,8 +3,6 @@
 It knows declearn's protocol and nothing of the client.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import math
@@ -29,6 +27,7 @@ from declearn.messaging import (
 )
 from declearn.model.sklearn import NumpyVector, SklearnSGDModel
 from declearn.optimizer import Optimizer
+from helpers import norm
 
 import fedclip
 from fedclip.engines.declearn.messages import ClippedUpdates
@@ -79,13 +78,13 @@ class Wire(NetworkClient, register=False):
 
     @staticmethod
     def _setup_ssl_context(certificate: str | None = None) -> None:
-        """None is needed."""
+        pass
 
     async def start(self) -> None:
-        """Do nothing."""
+        pass
 
     async def stop(self) -> None:
-        """Do nothing."""
+        pass
 
     async def _send_message(self, bin_msg: bytes) -> bytes:
         self.frames.append(bin_msg)
@@ -109,10 +108,7 @@ class Wire(NetworkClient, register=False):
 
     @property
     def norms(self) -> list[float]:
-        return [
-            float(np.linalg.norm(np.concatenate([np.ravel(a) for a in vector.coefs.values()])))
-            for vector in self.updates
-        ]
+        return [norm(vector.coefs) for vector in self.updates]
 
     @property
     def updates(self) -> list[NumpyVector]:
@@ -155,14 +151,7 @@ def leaks(wire: Wire) -> Iterator[str]:
                 yield f"an update as {type(message.updates).__name__}"
             if message.updates.weights != 1:
                 yield "a weight"
-            if (
-                not np.linalg.norm(
-                    np.concatenate(
-                        [np.ravel(a).astype(float) for a in vector.coefs.values()] or [[0.0]]
-                    )
-                )
-                <= C
-            ):
+            if not norm(vector.coefs or [0.0]) <= C:
                 yield "an update beyond the bound"
             if set(message.aux_var) - {"update-clip"}:
                 yield f"auxiliary variables: {set(message.aux_var)}"

@@ -3,8 +3,6 @@
 Both ends run declearn's and fedclip's own code on serialized bytes, chunks included.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import contextvars
@@ -22,7 +20,7 @@ class End:
 
     remote_address = ("memory", 0)
 
-    def __init__(self, peer: End | None = None) -> None:
+    def __init__(self, peer: Any = None) -> None:
         self.arrived: asyncio.Queue[bytes | None] = asyncio.Queue()
         self.ended = asyncio.Event()
         self.peer = peer or End(self)
@@ -51,7 +49,7 @@ class End:
             raise ConnectionClosedOK(None, None)
         return data
 
-    def __aiter__(self) -> End:
+    def __aiter__(self) -> Any:
         return self
 
     async def __anext__(self) -> bytes:

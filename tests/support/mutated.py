@@ -7,8 +7,6 @@ to stop, and the frameworks. So is each line of the output: the exit status (1: 
 the text, and each test that ran with whether it passed.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

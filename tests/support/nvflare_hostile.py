@@ -5,14 +5,11 @@ It travels in the job, as code of its own: a site's policy has to hold for what 
 result of a task, whoever has made that.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
 from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable
 from nvflare.apis.executor import Executor
-from nvflare.apis.filter import Filter
 from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.shareable import Shareable
 from nvflare.app_common.abstract.fl_model import FLModel, ParamsType
@@ -48,13 +45,6 @@ class Keep(ModelAggregator):
 
     def reset_stats(self) -> None:
         pass
-
-
-class PutBack(Filter):
-    """A result filter of the job: puts in what the site has taken out."""
-
-    def process(self, shareable: Shareable, fl_ctx: Any) -> Shareable:
-        return DXO(DataKind.WEIGHT_DIFF, data={"numpy_key": np.full(4, NUMBER)}).to_shareable()
 
 
 def answer(way: str, task: Shareable) -> Shareable:

@@ -3,11 +3,9 @@
 
     python nvflare_poc.py FOLDER JOB...
 
-The folder has the site's `site.toml`, or none; what arrives at the server's processes is written
+The folder has the site's `site.toml`; what arrives at the server's processes is written
 to `arrived/`, and how the jobs ended to `status.txt`.
 """
-
-from __future__ import annotations
 
 import json
 import os
@@ -80,13 +78,12 @@ def provisioned(folder: Path) -> Path:
 
 
 def protect(site: Path, policy: Path) -> None:
-    """Write the page's privacy.json; logs stay, unless a file `logs-leave` is there.
+    """Write the page's privacy.json.
 
     With a file `short-lists`, server and site allow no classes but those of the page.
     """
     resources = json.loads((site / "local" / "resources.json.default").read_text())
-    if not (policy.parent / "logs-leave").exists():
-        resources["allow_log_streaming"] = False
+    resources["allow_log_streaming"] = False
     page = (Path(__file__).parents[2] / "docs" / "nvflare-site.md").read_text(encoding="utf-8")
     if (policy.parent / "short-lists").exists():
         found = re.findall(r'^"class_allow_list": (\[.*?^\])$', page, re.MULTILINE | re.DOTALL)
@@ -139,8 +136,7 @@ def run(prod: Path, jobs: list[str]) -> list[str]:
 
 def main(folder: Path, *jobs: str) -> None:
     prod = provisioned(folder)
-    if (folder / "site.toml").exists():
-        protect(prod / SITE, folder / "site.toml")
+    protect(prod / SITE, folder / "site.toml")
     running = started(prod, folder)
     try:
         (folder / "status.txt").write_text("\n".join(run(prod, list(jobs))))

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rounds of update clipping by NVFlare's own types: contexts, filters, and bytes on the way."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -52,7 +50,6 @@ class Federation:
         self.closing.fl_ctx.set_prop(FLContextKey.RUN_ABORT_SIGNAL, self.aborted)
 
     def asked(self, name: str, model: Mapping[str, Any], **meta: Any) -> Shareable:
-        """Return the task that arrives at a client."""
         context = self.server.new_context()
         peer = FLContext()
         peer.set_prop(ReservedKey.IDENTITY_NAME, name)
@@ -60,7 +57,6 @@ class Federation:
         return wire(SendBound().process(task(model, **meta), context))
 
     def replied(self, name: str, update: Mapping[str, Any], sent: Shareable, **meta: Any) -> Any:
-        """Return what an honest client sends."""
         context = contexts(name).new_context()
         ReceiveBound().process(sent, context)
         return ClipUpdate(self.settings).process(result(update, **meta), context)
@@ -74,7 +70,6 @@ class Federation:
     def round(
         self, updates: Mapping[str, Mapping[str, Any]], steps: Mapping[str, int] | None = None
     ) -> FLModel:
-        """Return what a round of honest clients comes to."""
         self.closing.reset_stats()
         model = {k: np.zeros_like(v) for k, v in next(iter(updates.values())).items()}
         for name, update in updates.items():

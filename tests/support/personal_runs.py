@@ -1,7 +1,5 @@
 """Models and clients with personal layers."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 
@@ -42,7 +40,6 @@ def torch_model(seed: int = 0) -> Any:
 
 
 def keras_model(seed: int = 0) -> Any:
-    """Return the same in Keras."""
     import keras
     from declearn.model.tensorflow import TensorflowModel
 
@@ -99,7 +96,6 @@ def client(seed: int = 0, **settings: Any) -> fedclip.PersonalFederatedClient:
 
 
 def weights(model: Any) -> dict[str, bytes]:
-    """Return the bits of all weights."""
     coefs = model.get_weights().coefs
     return {name: np.asarray(array).tobytes() for name, array in coefs.items()}
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records that raise under DP-SGD, and what of them is in errors, times, counts and logs."""
 
-from __future__ import annotations
-
 import asyncio
 from functools import partial
 from pathlib import Path
@@ -12,13 +10,7 @@ import dpsgd_wire as wire
 import numpy as np
 import pytest
 from declearn.dataset import InMemoryDataset
-from declearn.messaging import (
-    Error,
-    EvaluationRequest,
-    MetadataQuery,
-    MetadataReply,
-    TrainReply,
-)
+from declearn.messaging import Error, EvaluationRequest, MetadataQuery, MetadataReply, TrainReply
 from dpsgd_managers import client, data, manager, private, request, total, train
 from dpsgd_models import MODELS
 from helpers import require
@@ -36,9 +28,7 @@ nn = torch.nn
 
 
 @pytest.mark.parametrize("kind", wire.ZERO)
-def test_a_record_that_raises_counts_as_zero_and_the_others_as_ever(
-    kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_record_that_raises_counts_as_zero_and_the_others_as_ever(kind: str, caplog: Any) -> None:
     right = total(private(wire.dataset("plain")), np.arange(1, wire.N))
     found = total(private(wire.dataset(kind)), np.arange(wire.N))
     np.testing.assert_allclose(found, right, rtol=0, atol=1e-6)

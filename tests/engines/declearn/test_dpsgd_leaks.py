@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nothing of a record leaves a private client but the noised sum: data sets one record apart."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from functools import partial
@@ -38,7 +36,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sent(folder: Path) -> dict[str, list[Any]]:
-    """Return what clients of each kind send."""
     return {kind: conversation(kind, folder) for kind in (*wire.KINDS, *wire.VALIDATION)}
 
 
@@ -144,8 +141,6 @@ def test_the_table_says_of_each_field_what_is_on_the_wire(sent: dict[str, list[A
 
 
 class Remembers(nn.Module):  # type: ignore[misc]
-    """Does something with each input, and with what it has kept."""
-
     count = 0
 
     def __init__(self, use: Any, kept: Any = None, buffer: bool = False) -> None:
@@ -197,13 +192,9 @@ def enclosed() -> Any:
     return lambda net, x: boxed(kept, net, x)
 
 
+@dataclasses.dataclass(slots=True)
 class Slotted:
-    """Counts in a slot."""
-
-    __slots__ = ("count",)
-
-    def __init__(self) -> None:
-        self.count = 0
+    count: int = 0
 
     def __call__(self, net: Any, x: Any) -> Any:
         self.count += 1

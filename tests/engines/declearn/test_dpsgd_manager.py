@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """DP-SGD in declearn's training: noise on the weights, the budget, and what is refused."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math
@@ -54,8 +52,7 @@ def test_epsilon_is_that_of_the_steps_taken_and_accounted_once(
 
 def test_a_spent_budget_sends_zeros_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     made = manager(private=request(rounds=1))
-    with caplog.at_level(logging.WARNING):
-        first, second = (reply.updates for reply in rounds(made, 2))
+    first, second = (reply.updates for reply in rounds(made, 2))
     assert np.abs(first.updates.coefs["coef"]).min() > 0
     assert not any(a.any() for a in second.updates.coefs.values())
     # An average over such clients alone is zero, too, and not NaN.
@@ -65,9 +62,7 @@ def test_a_spent_budget_sends_zeros_and_says_so(caplog: pytest.LogCaptureFixture
     assert made.get_privacy_spent()[0] <= 3.0
 
 
-def test_a_budget_that_ends_in_a_round_ends_its_steps(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_budget_that_ends_in_a_round_ends_its_steps(tmp_path: Path, caplog: Any) -> None:
     path = tmp_path / "privacy_spent.json"
     z = manager().calibration.noise_multiplier
     # Of the 16 steps that there is noise for, 14 are spent, and 2 of a round of 4 are left.
@@ -75,8 +70,7 @@ def test_a_budget_that_ends_in_a_round_ends_its_steps(
     made = manager(path=path)
     steps = mock.Mock(side_effect=made.run_train_step)
     made.run_train_step = steps  # type: ignore[method-assign]
-    with caplog.at_level(logging.WARNING):
-        (reply,) = rounds(made, 1)
+    (reply,) = rounds(made, 1)
     assert steps.call_count == reply.n_steps == 2
     assert "allows 2 of the 4 steps" in caplog.text
     assert made.get_privacy_spent()[0] <= 3.0
@@ -223,11 +217,10 @@ def test_a_client_refuses_settings(settings: Any, words: str) -> None:
 
 
 def test_a_client_that_forgets_says_so(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    with caplog.at_level(logging.WARNING):
-        client(require_privacy=False)
-        client(checkpoint=str(tmp_path))
-        assert not caplog.text
-        client(require_privacy=False, ledger=None)
+    client(require_privacy=False)
+    client(checkpoint=str(tmp_path))
+    assert not caplog.text
+    client(require_privacy=False, ledger=None)
     assert "each start has the whole budget again" in caplog.text
 
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The data and models of a quickrun file; scikit-learn's gradients of a batch at once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +8,7 @@ import numpy as np
 import pytest
 from declearn.model.sklearn import SklearnSGDModel
 
-from fedclip.engines.declearn.quickrun import Experiment, draw_from, vectorize_gradients
+from fedclip.engines.declearn.quickrun import Experiment, vectorize_gradients
 
 
 def made(classes: int, **config: Any) -> SklearnSGDModel:
@@ -77,11 +75,3 @@ def test_a_quickrun_tells_the_type_of_its_data_where_it_is_one(
     (tmp_path / "config.toml").write_text("[data]\n")
     for found in Experiment(tmp_path / "config.toml").data("north"):
         assert found.get_data_specs().data_type == kind
-
-
-def test_a_seed_decides_what_torch_draws() -> None:
-    torch = pytest.importorskip("torch")
-    draw_from(3)
-    first = torch.rand(2)
-    draw_from(3)
-    assert torch.equal(torch.rand(2), first)

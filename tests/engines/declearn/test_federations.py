@@ -4,20 +4,17 @@
 `test_update_clip_runs.py` has federations in one process, `test_scripts.py` what users start.
 """
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from federation_runs import Processes, complete, running
+from federation_runs import complete, running
 
 pytestmark = pytest.mark.slow
 
 WATCHFUL = "fedclip-websockets"
-LONG: dict[str, Any] = {"run": {"rounds": 100_000}}
 
 
 def test_grpc_gives_the_same_model(tmp_path: Path) -> None:
@@ -75,34 +72,14 @@ def test_a_run_goes_on_without_clients_and_names_each_fault(tmp_path: Path) -> N
     assert not any("client_0" in line for line in lines)
 
 
-# -- runs that end with an error ----------------------------------------------------------------
-def failed(run: Processes, *names: str) -> None:
-    for name in names:
-        assert run.ended(name) != 0, (name, run.said(name)[-3000:])
-
-
-def test_a_client_that_is_killed_under_secure_aggregation(tmp_path: Path) -> None:
-    with running(tmp_path, protocol=WATCHFUL, secagg="masking", **LONG) as run:
-        run.signal("client_1", signal.SIGKILL)
-        failed(run, "server", "client_0", "client_2")
-    why = "the connection of 'client_1' has ended"
-    assert f"{why}, and the run cannot go on" in run.said("server")
-    for name in ("client_0", "client_2"):
-        assert f"the server has ended: {why}" in run.said(name)
-
-
 def test_a_server_that_is_frozen(tmp_path: Path) -> None:
     """Its clients end; that of declearn's plain protocol would wait for ever."""
-    settings: dict[str, Any] = {"client_network": {"kwargs": {"patience": 5.0}}, **LONG}
+    settings: dict[str, Any] = {
+        "client_network": {"kwargs": {"patience": 5.0}},
+        "run": {"rounds": 100_000},
+    }
     with running(tmp_path, protocol=WATCHFUL, server_protocol="websockets", **settings) as run:
         run.signal("server", signal.SIGSTOP)
-        failed(run, "client_0", "client_1", "client_2")
-    for name in ("client_0", "client_1", "client_2"):
+        assert 0 not in {run.ended(name) for name in run.names[1:]}
+    for name in run.names[1:]:
         assert "no message from the server in 5 s" in run.said(name)
-
-
-@pytest.mark.soak
-def test_an_interrupt_of_the_server_ends_everybody(tmp_path: Path) -> None:
-    with running(tmp_path, protocol=WATCHFUL, **LONG) as run:
-        run.signal("server", signal.SIGINT)
-        failed(run, *run.names)

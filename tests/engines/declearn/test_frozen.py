@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Frozen backbones: statistics that move, weights that nobody sends, and what is counted."""
 
-from __future__ import annotations
-
 import logging
 import runpy
 import shutil
@@ -161,9 +159,7 @@ def test_plan_and_check_count_what_is_trained(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_the_example_with_adapters_counts_what_is_shared(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_example_with_adapters_counts_what_is_shared(monkeypatch: Any, capsys: Any) -> None:
     require("torch")
     pytest.importorskip("peft")
     pytest.importorskip("opacus")

@@ -5,8 +5,6 @@ Replies are serialised messages with anything in any field; a round is what decl
 does with them, in its order.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import logging
@@ -86,7 +84,6 @@ class Table:
         return self.server.finish(list(arrived.values()))
 
     def counts(self) -> tuple[int, int]:
-        """Return how many norms the two shared states have learnt in the round."""
         state = self.state()
         history = state["percentile-norm-clip-server"]["history"]["all"]
         buckets = [count for _, counts in history for count in counts]
@@ -121,7 +118,10 @@ def play(table: Table, seed: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         replies[place] = forge(rng, honest)
+        alone = table.round([replies[place]])
+        assert table.server.start()["update-clip"].stop == ""
         out = table.round(replies)
+    assert float(np.linalg.norm(alone.coefs["w"])) <= 1.0 + 1e-4
     others = [size for i, size in enumerate(table.sizes) if i != place]
     # Whatever the liar's update is, it is within the bound.
     rest = N * np.array([*np.ravel(out.coefs["w"]), float(out.coefs["b"])])
@@ -145,16 +145,10 @@ def play(table: Table, seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "seeds",
-    [
-        range(300),
-        pytest.param(
-            range(1000, 101_000), marks=[pytest.mark.soak, pytest.mark.timeout(7200)], id="soak"
-        ),
-    ],
+    "seeds", [300, pytest.param(100_000, marks=[pytest.mark.soak, pytest.mark.timeout(7200)])]
 )
-def test_one_liar_among_four(table: Table, seeds: range) -> None:
-    for seed in seeds:
+def test_one_liar_among_four(table: Table, seeds: int) -> None:
+    for seed in range(seeds):
         try:
             play(table, seed)
         except Exception as exc:
@@ -231,14 +225,3 @@ def test_no_evaluation_ends_a_run() -> None:
         assert math.isfinite(loss), seed
         for value in results.values():
             assert np.asarray(value, dtype=float).size, seed
-
-
-def test_a_liar_that_is_alone_in_its_round(table: Table) -> None:
-    for seed in range(100):
-        rng = random.Random(seed)
-        honest: Any = SerializedMessage.from_bin_message(table.honest[0]).deserialize()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            out = table.round([forge(rng, honest)])
-        assert float(np.linalg.norm(out.coefs["w"])) <= 1.0 + 1e-4, seed
-        assert table.server.start()["update-clip"].stop == "", seed

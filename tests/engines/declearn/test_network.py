@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The watchful server on serialized messages, without sockets; `test_federations.py` has those."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Mapping
@@ -202,15 +200,6 @@ def test_a_client_that_does_not_collect_the_end_is_named(caplog: Any, monkeypatc
     quick = serving(patience=0.05)
     with pytest.raises(RuntimeError, match=r"no answer from 'b' in 0.05 s, .*raise patience in"):
         asyncio.run(quick.send_message(TRAIN, "b"))
-
-
-def test_a_message_that_nobody_asked_for_is_left_out(caplog: Any) -> None:
-    handler = serving().handler
-    handler.incoming_messages["b"] = reply().serialize()
-    handler.outgoing_messages["b"] = TRAIN.serialize()
-    asyncio.run(handler._handle_recv_request(SimpleNamespace(timeout=1), "b"))
-    assert not handler.incoming_messages
-    assert "a message of client 'b' that the server has not asked for" in caplog.text
 
 
 WRITTEN = "full\n2026-01-01 ERROR client 'b'\r\x1b[2J\u202e\x08"

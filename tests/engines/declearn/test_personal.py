@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Personal layers: what stays on a client, what leaves it, and what is refused."""
 
-from __future__ import annotations
-
 import asyncio
 import warnings
 from pathlib import Path
@@ -55,12 +53,26 @@ def test_batchnorm_stands_for_layers_with_running_statistics() -> None:
     assert chosen(["batchnorm"], names + others) == {*names}
     keras = ["net/bn/gamma:0", "net/bn/beta:0", "net/bn/moving_mean:0", "net/bn/moving_variance:0"]
     assert chosen(["batchnorm"], [*keras, "net/dense/kernel:0"]) == {*keras}
-    assert chosen(["batchnorm"], ["running_mean", "weight", "x.weight"]) == {
-        *("running_mean", "weight")
-    }
+    bare = ["running_mean", "weight"]
+    assert chosen(["batchnorm"], [*bare, "x.weight"]) == {*bare}
     # A wildcard keeps what only wrappers hide from it.
     names = ["a.lora_A.weight", "b.lora_A.default.weight", "b.lora_B.default.weight"]
     assert chosen(["*.lora_A.weight"], names) == {*names[:2]}
+
+
+OTHERS: dict[str, Any] = {
+    "no layer of the model keeps running statistics": {"personal": "batchnorm"},
+    "personal must be a name pattern": {"personal": 3},
+    "must be a model of declearn, got str": {"model": "x", "personal": "x"},
+    "needs frozen BatchNorm of torch": {"frozen_batchnorm": "eval"},
+    "must be one of 'eval', got 'train'": {"frozen_batchnorm": "train"},
+}
+
+
+@pytest.mark.parametrize("message", OTHERS)
+def test_settings_that_do_not_fit_are_refused(message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        PersonalModel(**{"model": linear(), **OTHERS[message]})
 
 
 @pytest.mark.parametrize(
@@ -86,23 +98,6 @@ def test_patterns_that_match_nothing_everything_or_half_are_refused(
         network.tail.weight = network.body.weight
     with pytest.raises(ValueError, match=message):
         PersonalModel(model, personal)
-
-
-@pytest.mark.parametrize(
-    ("settings", "error", "message"),
-    [
-        ({"personal": "batchnorm"}, ValueError, "no layer of the model keeps running statistics"),
-        ({"personal": 3}, TypeError, "personal must be a name pattern"),
-        ({"model": "x", "personal": "x"}, TypeError, "must be a model of declearn, got str"),
-        ({"frozen_batchnorm": "eval"}, ValueError, "needs frozen BatchNorm of torch"),
-        ({"frozen_batchnorm": "train"}, ValueError, "must be one of 'eval', got 'train'"),
-    ],
-)
-def test_settings_that_do_not_fit_are_refused(
-    settings: Any, error: type[Exception], message: str
-) -> None:
-    with pytest.raises(error, match=message):
-        PersonalModel(**{"model": linear(), **settings})
 
 
 def test_patterns_of_a_model_without_shapes_are_checked_when_it_has_them() -> None:
@@ -131,9 +126,8 @@ def test_a_model_comes_back_from_a_message_and_from_a_file(tmp_path: Path) -> No
 
 # -- on the server ------------------------------------------------------------------------------
 def test_the_server_shares_the_rest_and_its_own_head_never_changes() -> None:
-    require("torch")
-    inner = torch_model()
-    model = PersonalModel(inner, "head")
+    model = made("torch")
+    inner = model.model
     head = inner.get_wrapped_model().module.head.weight
     head.data[0, 0] = -0.0
     before = weights(model)
@@ -209,9 +203,7 @@ def test_the_average_is_that_of_models_without_the_head(
 
 
 @each_framework
-def test_own_layers_survive_rounds_evaluation_and_stop(
-    framework: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_own_layers_survive_rounds_evaluation_and_stop(framework: str, caplog: Any) -> None:
     server = made(framework)
     node = client(checkpoint=None)
     trained = manager(node, server)
@@ -223,13 +215,12 @@ def test_own_layers_survive_rounds_evaluation_and_stop(
     shared = server.get_weights(trainable=True)
     evaluation = EvaluationRequest(weights=shared, n_steps=None, timeout=None, **ask)
     trained.evaluation_round(evaluation)
-    stop(node, StopTraining(weights=shared, loss=0.1, rounds=1))
-    assert "not evaluated together" not in caplog.text
-    assert {n: weights(trained.model)[n] for n in own} == own
-    assert all(weights(trained.model)[n] == weights(server)[n] for n in shared.coefs)
-    stop(node, StopTraining(weights=shared * 2, loss=0.1, rounds=1))
+    for best in (shared, shared * 2):
+        assert "not evaluated together" not in caplog.text
+        asyncio.run(node.stop_training(StopTraining(weights=best, loss=0.1, rounds=1)))
+        assert {n: weights(trained.model)[n] for n in own} == own
+        assert all(weights(trained.model)[n] == weights(server)[n] for n in shared.coefs)
     assert "not evaluated together" in caplog.text
-    assert {n: weights(trained.model)[n] for n in own} == own
 
 
 @each_framework
@@ -245,20 +236,15 @@ def test_an_update_of_nan_leaves_own_layers_as_they_were(framework: str, tmp_pat
     assert file.read_bytes() == bits
 
 
-def stop(node: Any, message: StopTraining) -> None:
-    asyncio.run(node.stop_training(message))
-
-
 @pytest.mark.parametrize("personal", ["head", ["head", "batchnorm"]])
 def test_own_layers_survive_a_restart_bit_for_bit(
     tmp_path: Path, personal: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    require("torch")
-    server = PersonalModel(torch_model(), personal)
+    server = made("torch", personal)
 
     def started(folder: Path | None) -> Any:
         node = client(checkpoint=None if folder is None else str(folder))
-        return manager(node, PersonalModel(torch_model(), personal))
+        return manager(node, made("torch", personal))
 
     trained = started(tmp_path)
     trained.training_round(request(server))
@@ -302,16 +288,14 @@ def test_a_server_that_shares_what_a_client_keeps_is_refused_before_any_step() -
 
 
 def test_the_client_and_the_server_both_say_what_stays() -> None:
-    require("torch")
-    model = PersonalModel(torch_model(), ["head", "bn"])
+    model = made("torch", ["head", "bn"])
     node = client(personal="head")
     reply = manager(node, model).training_round(request(model))
     assert list(reply.updates.updates.coefs) == BODY[:2]
 
 
 def test_modules_that_share_gradients_are_refused(caplog: pytest.LogCaptureFixture) -> None:
-    require("torch")
-    model = PersonalModel(torch_model(), "head")
+    model = made("torch")
     reply = manager(client(), model, modules=["scaffold-client"]).training_round(request(model))
     assert isinstance(reply, Error)
     assert "modules that share gradients, such as scaffold" in reply.message
@@ -324,8 +308,7 @@ def test_modules_that_share_gradients_are_refused(caplog: pytest.LogCaptureFixtu
 
 @pytest.mark.parametrize("scope", ["tensor", "layer", ["head"]])
 def test_norms_of_own_layers_alone_are_not_counted_for_the_server(scope: Any) -> None:
-    require("torch")
-    model = PersonalModel(torch_model(), "head")
+    model = made("torch")
     shared = {"shared": True, "scope": scope}
     with pytest.raises(ValueError, match=r"zscore-clip is shared, and its group '.*head"):
         manager(client(), model, modules=[["zscore-clip", shared]])
@@ -336,8 +319,7 @@ def test_norms_of_own_layers_alone_are_not_counted_for_the_server(scope: Any) ->
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("finite", [True, False])
 def test_rounds_without_a_step_or_with_nan_send_nothing_of_them(steps: int, finite: bool) -> None:
-    require("torch")
-    model = PersonalModel(torch_model(), "head")
+    model = made("torch")
     trained = manager(client(), model, Aggregator.from_config(CLIPPED))
     inner = trained.model
     start = inner.get_weights(trainable=True)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Personal layers in federations in one process: what is on the wire."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from typing import Any
@@ -10,22 +8,18 @@ from typing import Any
 import pytest
 from declearn.messaging import TrainReply
 from federation_runs import N, complete
-from helpers import require
-from personal_runs import HEAD, client, data, linear, made, manager, torch_model, weights
+from hostile_server import Wire
+from personal_runs import client, data, linear, made, manager, weights
 
 import fedclip
 from fedclip import PersonalModel
 
 pytestmark = pytest.mark.slow
 
+PROXIMAL = {"lrate": 0.5, "w_decay": 0.001, "regularizers": [["fedprox", {"alpha": 0.1}]]}
 NOISED: dict[str, Any] = {
     "aggregator": "clipped-averaging",
-    "client_opt": {
-        "lrate": 0.5,
-        "w_decay": 0.001,
-        "regularizers": [["fedprox", {"alpha": 0.1}]],
-        "modules": ["update-clip-client", "momentum"],
-    },
+    "client_opt": {**PROXIMAL, "modules": ["update-clip-client", "momentum"]},
     "server_opt": {
         "lrate": 1.0,
         "modules": [
@@ -91,51 +85,28 @@ def test_a_federation_sends_no_name_and_no_value_of_own_layers(
 
 
 def test_private_clients_keep_own_layers_which_have_noise_too(tmp_path: Path) -> None:
-    pytest.importorskip("opacus")
-    require("torch")
-    parts = torch_model().get_wrapped_model().module
-    import torch
-    from declearn.model.torch import TorchModel
-
-    net = torch.nn.Sequential()
-    for name in ("body", "act", "head"):
-        net.add_module(name, getattr(parts, name))
-    model = PersonalModel(TorchModel(net, torch.nn.CrossEntropyLoss()), "head")
+    model = PersonalModel(linear(), "intercept")
     start = weights(model)
-    optim = {
-        "aggregator": "averaging",
-        "client_opt": {
-            "lrate": 0.5,
-            "w_decay": 0.001,
-            "regularizers": [["fedprox", {"alpha": 0.1}]],
-            "modules": ["sample-clip"],
-        },
-    }
+    optim = {"aggregator": "averaging", "client_opt": {**PROXIMAL, "modules": ["sample-clip"]}}
     privacy = {"budget": [3.0, 1e-2], "sclip_norm": 0.5}
     more = {"kind": "PrivateFederatedClient", "run": {"privacy": privacy}}
     run = complete(tmp_path, **settings(model, optim, **more))
     after = weights(run.nodes["server"].model)
-    assert all((after[name] == start[name]) == (name in HEAD) for name in after)
+    assert all((after[name] == start[name]) == (name == "intercept") for name in after)
     for name in run.names[1:]:
         node = run.nodes[name]
         assert isinstance(node, fedclip.PrivateFederatedClient)
         assert 0 < node.spent[0] <= 3.0
-        trained = weights(node.trainmanager.model)
-        assert all(trained[name] != start[name] for name in HEAD)
+        assert weights(node.trainmanager.model)["intercept"] != start["intercept"]
     replies = [text for message, text in run.sent if isinstance(message, TrainReply)]
     assert len(replies) == 2 * N
-    assert not any(b"head" in text for text in replies)
+    assert not any(b"intercept" in text for text in replies)
 
 
 def test_fairness_is_refused() -> None:
     node = client()
     manager(node, PersonalModel(linear(), "intercept"))
-    messages: list[Any] = []
-
-    async def note(message: Any) -> None:
-        messages.append(message)
-
-    node.netwk.send_message = note  # type: ignore[method-assign]
+    node.netwk = wire = Wire()
     with pytest.raises(RuntimeError, match="fairness would share"):
         asyncio.run(node._initialize_fairness())
-    assert "refused by fedclip" in messages[0].message
+    assert "refused by fedclip" in wire.messages[0].message

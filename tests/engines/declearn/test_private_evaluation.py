@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evaluations with noise: what leaves the client, what a record moves in it, and what it costs."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -101,9 +99,7 @@ def test_a_person_is_the_mean_of_its_records_and_what_raises_is_the_worst() -> N
 
 
 @pytest.mark.parametrize("fault", ["", "noise halved", "clip left out"])
-def test_an_audit_finds_the_faults_and_no_others(
-    fault: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_audit_finds_the_faults_and_no_others(fault: str, monkeypatch: Any) -> None:
     """Whether one record, the worst, was there is guessed from 2,000 evaluations of each kind."""
     z, model = 1.0, MODELS["sklearn"]()[0]
     made = evaluation(model, Accuracy())

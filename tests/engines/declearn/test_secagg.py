@@ -1,7 +1,5 @@
 """Update clipping under declearn's secure aggregation: masking and Joye-Libert."""
 
-from __future__ import annotations
-
 import logging
 import math
 from typing import Any
@@ -24,7 +22,6 @@ from fedclip.engines.declearn.secagg import inside, plan
 CLIPPED = {"name": "clipped-averaging"}
 KINDS = ["masking", "joye-libert"]
 
-
 pytestmark = pytest.mark.usefixtures("no_round_left_open")
 
 
@@ -45,8 +42,6 @@ def reply_of(updates: ClippedUpdates) -> TrainReply:
 
 
 # -- the plan -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("kind", "bitsize", "clipval"),
     [
@@ -125,11 +120,7 @@ def test_values_at_the_edge_of_the_range_keep_their_sign(
 
 
 # -- rounds -------------------------------------------------------------------------------------
-
-
-def test_values_beyond_declearns_range_are_not_clipped_in_silence(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_values_beyond_declearns_range_are_not_clipped_in_silence(caplog: Any) -> None:
     """Where nobody said what the range is: zeros, an error that names the tensor, a count."""
     known = Aggregator.from_config({**CLIPPED, "max_norm": 50.0, "secagg_range": 8.0})
     update = NumpyVector({"fine": np.array([1.0]), "head.w": np.array([9.0, 1.0])})

@@ -4,8 +4,6 @@
 Written from the docs and the protocol alone.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from functools import partial
@@ -58,7 +56,6 @@ def broken() -> InMemoryDataset:
 
 
 def groups() -> FairnessInMemoryDataset:
-    """Return a data set that tells which groups its people are of."""
     x, y = np.ones((9, D)), np.ones(9)
     return FairnessInMemoryDataset(
         x, s_attr=np.array([[WORD]] * 9), target=y, sensitive_target=False
@@ -173,8 +170,6 @@ def test_numbers_leave_by_name(tmp_path: Path) -> None:
 
 
 class Unknown(PrivacyReply, register=False):
-    """A message of a kind that is known, with more in it."""
-
     def __init__(self) -> None:
         self.more = WORD
 

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A site's budget in declearn, against servers that would spend more, and beside other parts."""
 
-from __future__ import annotations
-
-import multiprocessing
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,9 +10,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from declearn.messaging import Error, InitReply, PrivacyReply, PrivacyRequest, TrainReply
 from declearn.secagg.utils import IdentityKeys
-from federation_runs import complete
-from helpers import PATIENCE, require
-from hostile_server import C, D, attack, data, init, leaks, model, policy, train
+from hostile_server import C, attack, data, init, leaks, policy, train
 
 import fedclip
 from fedclip.engines.declearn.messages import UpdateClipBound
@@ -77,25 +72,6 @@ def test_a_ledger_that_is_put_back_gives_a_running_process_nothing(tmp_path: Pat
     assert len(attack(ROUNDS, file).updates) == 4
 
 
-def job(file: Path, started: Any, counts: Any) -> None:
-    counts.put(len(attack([init(), lambda: started.wait(60.0), *ROUNDS[1:]], file).updates))
-
-
-@pytest.mark.soak
-def test_two_jobs_at_once_share_one_budget(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    file, started, counts = budget(tmp_path), context.Barrier(2), context.Queue()
-    jobs = [context.Process(target=job, args=(file, started, counts)) for _ in range(2)]
-    for process in jobs:
-        process.start()
-    try:
-        assert sum(counts.get(timeout=PATIENCE) for _ in jobs) == 4
-    finally:
-        for process in jobs:
-            process.kill()
-            process.join()
-
-
 def test_own_noise_goes_with_plain_averages_and_votes_of_it_do_not_leave(
     tmp_path: Path, caplog: Any
 ) -> None:
@@ -120,7 +96,6 @@ def test_a_ledger_of_records_and_secure_aggregation_are_refused(tmp_path: Path) 
         attack([], policy(tmp_path), secagg=keys)
 
 
-# -- with others that do what they should ------------------------------------------------------
 @pytest.mark.slow
 def test_dp_sgd_goes_beside_it(tmp_path: Path) -> None:
     pytest.importorskip("opacus")
@@ -132,47 +107,3 @@ def test_dp_sgd_goes_beside_it(tmp_path: Path) -> None:
     assert [type(m) for m in wire.messages] == [InitReply, PrivacyReply, TrainReply]
     assert not [*leaks(wire)]
     assert ledger.exists()
-
-
-@pytest.mark.slow
-def test_a_federation_runs_with_a_site_that_has_a_policy(tmp_path: Path) -> None:
-    optim = {
-        "aggregator": {"name": "averaging", "steps_weighted": False},
-        "client_opt": 1e-3,
-        "server_opt": 1.0,
-    }
-    policies = [policy(tmp_path), None]
-    complete(
-        tmp_path,
-        clients=2,
-        model=(trained := model()),
-        optim=optim,
-        kind="PersonalFederatedClient",
-        data=lambda i, _: {"train_data": data(), "policy": policies[i]},
-        run={"rounds": 2},
-    )
-    assert trained.get_weights() != model().get_weights()
-
-
-# -- what it can not force, as the docs say ----------------------------------------------------
-@pytest.mark.filterwarnings("ignore:PyTorch JSON serialization relies on pickle")
-def test_a_model_that_is_unpickled_runs_code_beside_the_gate(tmp_path: Path) -> None:
-    torch: Any = require("torch")
-    from declearn.model.torch import TorchModel
-
-    asked = init()
-    module = torch.nn.Linear(D, 1)
-    module.touch = _Touch(tmp_path / "here")
-    asked.model = TorchModel(module, torch.nn.MSELoss())
-    attack([asked], policy(tmp_path))
-    assert (tmp_path / "here").exists()
-
-
-class _Touch:
-    """What calls a function when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return Path.touch, (self.path,)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Server and clients with different versions of fedclip: a sentence, never a client that dies."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 
@@ -24,7 +22,6 @@ SERVER = [("update-clip-server", {"start_norm": 1.0}), "zscore-clip-server"]
 CLIENT_MODULES: list[Any] = [("zscore-clip", {"shared": True}), "update-clip-client"]
 KEYS = {"update-clip": "UpdateClipBound", "zscore-clip-shared": "FedclipSharedState"}
 
-
 pytestmark = pytest.mark.usefixtures("no_round_left_open")
 
 
@@ -45,11 +42,6 @@ def arrived(aux: dict[str, Any]) -> dict[str, Any]:
     return dict(got.aux_var)
 
 
-def take_part(aux: dict[str, Any]) -> Any:
-    clients = Clients(1, CLIENT_MODULES, {"name": "clipped-averaging"})
-    return clients.round(0, arrived(aux), np.array([3.0, 4.0]))
-
-
 @pytest.mark.parametrize("key", KEYS)
 def test_what_a_newer_server_says_besides_is_kept(key: str) -> None:
     aux = sent()
@@ -57,7 +49,8 @@ def test_what_a_newer_server_says_besides_is_kept(key: str) -> None:
     message = arrived(aux)[key]
     assert message.unread == {"surprise": [1, 2]}
     assert message.to_dict() == aux[key]["dump"]
-    reply = take_part(aux)
+    clients = Clients(1, CLIENT_MODULES, {"name": "clipped-averaging"})
+    reply = clients.round(0, arrived(aux), np.array([3.0, 4.0]))
     assert set(reply.aux_var) == set(KEYS)
 
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fed-BioMed's optimizer, serializer and training plan with clippers (`make fedbiomed`)."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import subprocess
 import sys
@@ -15,7 +13,6 @@ import torch
 from declearn.model.sklearn import NumpyVector
 from declearn.model.torch import TorchVector
 from fedbiomed.common.dataloader import PytorchDataLoader
-from fedbiomed.common.exceptions import FedbiomedOptimizerError
 from fedbiomed.common.optimizers.optimizer import Optimizer
 from fedbiomed.common.serializer import Serializer
 from fedbiomed.common.training_args import TrainingArgs
@@ -27,10 +24,7 @@ from fedclip.core.plugins import PLUGINS
 MODULES = sorted(name for group, name in PLUGINS if group == "OptiModule")
 # Opacus, which Fed-BioMed makes for each plan, warns of its generator.
 pytestmark = pytest.mark.filterwarnings("ignore:Secure RNG turned off")
-PARAMETERS: dict[str, dict[str, Any]] = {
-    "norm-clip": {"max_norm": 1.0},
-    "value-clip": {"max_value": 1.0},
-}
+PARAMETERS = {"norm-clip": {"max_norm": 1.0}, "value-clip": {"max_value": 1.0}}
 
 
 def vectors(kind: str, seed: int = 0) -> tuple[Any, Any]:
@@ -61,34 +55,7 @@ def test_every_clipper_steps_and_its_state_survives_a_round(
         np.testing.assert_array_equal(np.asarray(value), np.asarray(found.coefs[key]))
 
 
-def test_the_limit_holds_and_agc_is_a_regularizer() -> None:
-    gradient, weights = vectors("torch")
-    optimizer = Optimizer(lr=1.0, modules=[("norm-clip", {"max_norm": 0.5})])
-    clipped = optimizer.step(gradient, weights)
-    norm = float(sum((value.double() ** 2).sum() for value in clipped.coefs.values()) ** 0.5)
-    assert 0.4999 < norm <= 0.5
-    Optimizer(lr=1.0, regularizers=[("agc", {})]).step(gradient, weights)
-    with pytest.raises(FedbiomedOptimizerError, match="did you mean 'max_norm'"):
-        Optimizer(lr=1.0, modules=[("norm-clip", {"maxnorm": 1.0})])
-
-
-def test_statistics_of_all_nodes_travel_as_auxiliary_variables() -> None:
-    nodes = [Optimizer(lr=0.1, modules=[("zscore-clip", {"shared": True})]) for _ in range(2)]
-    researcher = Optimizer(lr=1.0, modules=["zscore-clip-server"])
-    for round_ in range(2):
-        sent = researcher.get_aux()
-        for number, node in enumerate(nodes):
-            node.set_aux(Serializer.loads(Serializer.dumps(sent)))
-            node.init_round()
-            node.step(*vectors("torch", 10 * round_ + number))
-        replies = [node.get_aux() for node in nodes]
-        researcher.set_aux({key: replies[0][key] + replies[1][key] for key in replies[0]})
-    assert researcher.get_state()["states"]
-
-
 class Plan(TorchTrainingPlan):  # type: ignore[misc]
-    """A plan as a researcher writes it."""
-
     def init_model(self, model_args: Any) -> Any:
         torch.manual_seed(0)
         return torch.nn.Linear(3, 1)

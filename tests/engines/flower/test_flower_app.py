@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Flower as it runs: the example on Ray and over a SuperLink, and the docs page."""
 
-from __future__ import annotations
-
 import doctest
 import json
 import os
@@ -27,40 +25,22 @@ from fedclip.report import read_report
 APP = Path(__file__).parents[3] / "examples" / "flower"
 
 
-def run(folder: Path, *options: str) -> dict[str, Any]:
-    """Run the example, and return what its server has kept."""
-    done = ended(APP / "run.py", "--folder", folder, *options, timeout=1500.0)
-    found: dict[str, Any] = json.loads((folder / "update_clip.json").read_text())
-    found["accuracy"] = [
-        float(line.split("'accuracy': ")[1].split(",")[0])
-        for line in done.stdout.splitlines()
-        if "MetricRecord: {'accuracy'" in line
-    ]
-    return found
-
-
 @pytest.mark.slow
 def test_ten_clients_on_ray_with_noise(tmp_path: Path) -> None:
     noise = ("noise-multiplier=0.3", "expected-clients=10", "start-norm=1.0")
     options = [word for pair in noise for word in ("--set", f"update-clip.{pair}")]
-    found = run(tmp_path, "--rounds", "3", *options)
-    assert [row["replies"] for row in found["rounds"]] == [10, 10, 10]
-    assert max(found["accuracy"]) > 0.6
+    done = ended(APP / "run.py", "--folder", tmp_path, "--rounds", "3", *options, timeout=1500.0)
+    kept = json.loads((tmp_path / "update_clip.json").read_text())
+    assert [row["replies"] for row in kept["rounds"]] == [10, 10, 10]
+    accuracies = re.findall(r"MetricRecord: \{'accuracy': ([\d.]+)", done.stdout)
+    assert max(map(float, accuracies)) > 0.6
     (spent,) = read_spent(tmp_path)
     assert spent.accountant.rounds == 3
     assert len(read_report(tmp_path).rows) == 3
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("options", [("--supernodes", "2"), ("--clients", "100")], ids=str)
-def test_the_example_on_more(tmp_path: Path, options: tuple[str, str]) -> None:
-    found = run(tmp_path, "--rounds", "5", *options)
-    assert [row["replies"] for row in found["rounds"]] == [int(options[1])] * 5
-    assert all(row["refused"] == row["zeroed"] == 0 for row in found["rounds"])
-    assert max(found["accuracy"]) > 0.75
-
-
 def test_flwr_builds_the_example(tmp_path: Path) -> None:
+    assert check_config(APP).ok
     shutil.copytree(APP, tmp_path / "app", ignore=shutil.ignore_patterns("result*", "__pycache__"))
     flwr = Path(sys.executable).with_name("flwr")
     env = {**os.environ, "HOME": str(tmp_path), "FLWR_TELEMETRY_ENABLED": "0"}
@@ -68,10 +48,6 @@ def test_flwr_builds_the_example(tmp_path: Path) -> None:
     (bundle,) = tmp_path.glob("*.fab")
     names = zipfile.ZipFile(bundle).namelist()
     assert {"pyproject.toml", "LICENSE", "digits/client_app.py"} <= set(names)
-
-
-def test_the_example_has_no_problem() -> None:
-    assert check_config(APP).ok
 
 
 @pytest.fixture
@@ -98,13 +74,12 @@ def test_a_step_clipper_goes_on_in_the_next_round(client: Any) -> None:
 
 
 # -- the page; `project/test_docs.py` runs the others -------------------------------------------
-DOCS = Path(__file__).parents[3] / "docs"
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
 def test_the_page_runs() -> None:
-    page = "flower.md"
-    text, names, said = (DOCS / page).read_text(encoding="utf-8"), dict[str, Any](), list[str]()
+    page, names, said = "flower.md", dict[str, Any](), list[str]()
+    text = (APP.parents[1] / "docs" / page).read_text(encoding="utf-8")
     found = re.findall(r"^```(python|pycon)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     assert found
     for language, block in found:

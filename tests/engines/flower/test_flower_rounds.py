@@ -1,27 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Update clipping in Flower: bounds, noise, budget and turns, with Flower's own messages."""
 
-from __future__ import annotations
-
-import logging
 from typing import Any
 
 import numpy as np
 import pytest
-from flower_loop import (
-    NOISE,
-    NORMS,
-    SEEDED,
-    SIZE,
-    TEN,
-    ZEROS,
-    Loop,
-    app_that_takes_the_bound,
-    directions,
-    record,
-    rewritten,
-    start,
-)
+from flower_loop import NOISE, NORMS, SEEDED, SIZE, TEN, ZEROS, Loop, directions, record, start
 from flwr.app import ConfigRecord
 from flwr.serverapp.strategy import FedAvg
 
@@ -94,18 +78,6 @@ def test_a_budget_that_is_spent_ends_the_training_and_keeps_the_model(tmp_path: 
     np.testing.assert_array_equal(model["w"], 1.0)
 
 
-def test_a_run_from_the_file_is_one_without_interruption(tmp_path: Any) -> None:
-    whole = UpdateClipStrategy(FedAvg(), SEEDED)
-    expected, _ = Loop(TEN, directions(NORMS)).run(whole, ZEROS, 8)
-    model, loop = ZEROS, Loop(TEN, directions(NORMS))
-    for _ in range(2):
-        part = UpdateClipStrategy(FedAvg(), SEEDED, folder=tmp_path)
-        model, _ = loop.run(part, model, 4)
-        part.served.leave()
-    assert part.served.rounds == whole.served.rounds
-    np.testing.assert_array_equal(model["w"], expected["w"])
-
-
 # -- turns -------------------------------------------------------------------------------------
 TURNS = {**SEEDED, "expected_clients": 2, "separation": 3}
 
@@ -136,38 +108,24 @@ def test_turns_that_come_too_soon_are_refused(caplog: Any) -> None:
     with pytest.raises(ValueError, match=r"separation=3 nodes take turns.*fraction_train"):
         UpdateClipStrategy(FedAvg(fraction_train=0.5), TURNS)
     loop = Loop(range(1, 5), directions(NORMS))
-    with caplog.at_level(logging.ERROR, "fedclip.server"):
-        loop.run(UpdateClipStrategy(FedAvg(), TURNS), ZEROS, 2)
+    loop.run(UpdateClipStrategy(FedAvg(), TURNS), ZEROS, 2)
     assert loop.asked == []
     assert "that takes more than 4 clients" in caplog.text
 
 
 # -- what ends a run ---------------------------------------------------------------------------
-def failing(node: int, round_: int) -> Any:
-    raise RuntimeError("no data")
-
-
-@pytest.mark.parametrize("how", ["no mod", "no reply", "apps that fail", "too long"])
-def test_noise_ends_if_no_reply_of_the_first_round_can_be_used(how: str) -> None:
-    far = rewritten(lambda content: content.update({"arrays": record({"w": np.ones(SIZE)})}))
-    changes: dict[str, Any] = {"no reply": lambda message: None, "too long": far}
-    loop = Loop(
-        TEN,
-        failing if how == "apps that fail" else directions(NORMS),
-        change=dict.fromkeys(TEN, changes[how]) if how in changes else {},
-    )
-    if how == "no mod":
-        loop.apps = {node: app_that_takes_the_bound(SIZE) for node in TEN}
-    strategy = UpdateClipStrategy(FedAvg(), NOISE)
+def test_noise_ends_if_no_reply_of_the_first_round_can_be_used() -> None:
+    loop = Loop(TEN, directions(NORMS), change=dict.fromkeys(TEN, lambda message: None))
     with pytest.raises(RuntimeError, match="of the round can be used"):
-        loop.run(strategy, ZEROS, 5)
+        loop.run(UpdateClipStrategy(FedAvg(), NOISE), ZEROS, 5)
     assert len(loop.asked) == 1
 
 
-@pytest.mark.parametrize("name", ["bn.running_var", "bn/moving_mean:0", "batch_stats/bn/var"])
-def test_noise_on_running_statistics_is_refused_before_the_first_message(name: str) -> None:
-    loop, model = Loop(TEN, directions(NORMS)), {**ZEROS, name: np.ones(3)}
-    with pytest.raises(ValueError, match=f"{name}.*keep them at the clients.*use GroupNorm"):
+def test_noise_on_running_statistics_is_refused_before_the_first_message() -> None:
+    loop, model = Loop(TEN, directions(NORMS)), {**ZEROS, "bn.running_var": np.ones(3)}
+    with pytest.raises(
+        ValueError, match=r"bn\.running_var.*keep them at the clients.*use GroupNorm"
+    ):
         loop.run(UpdateClipStrategy(FedAvg(), NOISE), model, 1)
     assert loop.asked == []
     loop.run(UpdateClipStrategy(FedAvg(), {}), model, 1)

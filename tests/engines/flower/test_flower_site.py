@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A site's policy on Flower, attacked by an app: what has left is looked at on the wire."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
@@ -10,15 +8,11 @@ import shutil
 import socket
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from flower_site import NODE, federation, leaks, norm, policy, until
 from hostile.hostile.server_app import MODEL
-
-from fedclip.privacy.accounting import Accountant
 
 REFUSED = (6, "refused by this site, whose log says why")
 # All others are tried without a network, in test_flower_border.py.
@@ -36,6 +30,7 @@ def test_what_a_hostile_app_sends_stays_in_the_site(isolation: str, tmp_path: Pa
                 "apps", "flower-superexec", "--insecure", "--runtime-api-address", address
             )
         got = dict(zip(ASKED, running.run(*ASKED)(), strict=True))
+        assert b"num-examples" in running.left()
         assert not leaks(running.left())
     assert norm(got["huge"]["arrays"]) == pytest.approx(0.5, rel=1e-5)
     assert got["huge"]["metrics"] == {"num-examples": 8}
@@ -51,65 +46,6 @@ def test_what_a_hostile_app_sends_stays_in_the_site(isolation: str, tmp_path: Pa
         assert reply["metrics"] != {"num-examples": 666}
         assert norm(reply["arrays"]) <= 0.5 * (1 + 1e-6), name
         assert reply["arrays"]["steps"] == MODEL["steps"], name
-
-
-@pytest.mark.soak
-def test_without_the_policy_it_leaves(tmp_path: Path) -> None:
-    with federation(tmp_path) as running:
-        running.node(None)
-        huge, task, *_ = running.run("huge", "task", "error", "twice")()
-        assert len(leaks(running.left())) >= 3
-    assert norm(huge["arrays"]) > 1e6
-    # flwr has begun to start what calls a model on the web.
-    assert task["metrics"] == {"num-examples": 666}
-
-
-@pytest.mark.soak
-def test_an_app_can_stop_the_node_and_nothing_leaves(tmp_path: Path) -> None:
-    with federation(tmp_path) as running:
-        node, _ = running.node(policy(tmp_path))
-        running.run("stop")
-        until(lambda: node.poll() is not None)
-        assert b"num-examples" not in running.left()
-
-
-def budget(folder: Path, updates: int) -> Path:
-    """Write a policy with a budget for so many updates."""
-    one = {"noise_multiplier": 20.0, "delta": 1e-5, "ledger": str(folder / "ledger.json")}
-    cost = partial(Accountant(1e-5, "replace-one").epsilon, 20.0)
-    return policy(folder, max_epsilon=(cost(updates) + cost(updates + 1)) / 2, **one)
-
-
-def paid(replies: list[Any]) -> int:
-    """Return how many updates were let out; check that the others were refused alike."""
-    refused = [reply for reply in replies if isinstance(reply, tuple)]
-    assert set(refused) <= {REFUSED}
-    return len(replies) - len(refused)
-
-
-@pytest.mark.soak
-def test_two_runs_on_two_nodes_spend_one_budget(tmp_path: Path) -> None:
-    rules = budget(tmp_path, 5)
-    ledger = tmp_path / "ledger.json"
-    with federation(tmp_path) as running:
-        nodes = [running.node(rules, name=name)[0] for name in ("first", "second")]
-        begun = tmp_path / "begun.json"
-        shutil.copy(ledger, begun)
-        runs = [running.run(*["huge"] * 4, name=name) for name in ("one", "two")]
-        replies = [reply for received in runs for reply in received()]
-        assert paid(replies) == 5
-        # Noise of 20 * 0.5 on each of ten numbers.
-        assert all(norm(reply["arrays"]) > 1 for reply in replies if isinstance(reply, dict))
-        # Put back while the nodes run: they know what they have spent.
-        shutil.copy(begun, ledger)
-        assert paid(running.run("honest", "honest", name="three")()) == 0
-        for node in nodes:
-            node.kill()
-            node.wait()
-    with federation(tmp_path / "again") as running:
-        running.node(rules)
-        assert paid(running.run("honest", name="four")()) == 0
-        assert not leaks(running.left())
 
 
 def targets(outside: socket.socket, *files: Path) -> str:

@@ -1,25 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a site's SuperNode starts: with a known flwr only, and through a border."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from engines.flower.test_flower_border import PLAIN, Link
 from flower_site import policy
 from flwr.supernode import start_client_internal
 from typer.testing import CliRunner
 
 from fedclip.cli.main import app
 from fedclip.engines.flower import supernode
-from fedclip.engines.flower.supernode import Border
-from fedclip.site.gate import Gate
 
 
 @pytest.fixture
@@ -33,13 +27,6 @@ def as_installed(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_flwr_connects_through_a_border(as_installed: pytest.MonkeyPatch) -> None:
-    supernode._guard(Gate(PLAIN), contextmanager(lambda *_: iter([Link().connection])))
-    with start_client_internal._init_connection("127.0.0.1:1", True) as found:
-        assert all(isinstance(found[i].__self__, Border) for i in (1, 2, 3, 5, 6))
-    assert not supernode.runtime_handlers.TASK_TYPES_ALLOWED_TO_CREATE_TASKS
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [("package_version", "1.41.1"), ("KNOWN", {"1.41.0": "0" * 64, "1.42.0": "1" * 64})],
@@ -47,8 +34,7 @@ def test_flwr_connects_through_a_border(as_installed: pytest.MonkeyPatch) -> Non
 def test_another_flwr_is_refused(as_installed: pytest.MonkeyPatch, name: str, value: Any) -> None:
     as_installed.setattr(supernode, name, value)
     with pytest.raises(
-        RuntimeError,
-        match=r"flwr 1\.41\.0 or 1\.42\.0 from PyPI, and .* or changed: run pip",
+        RuntimeError, match=r"flwr 1\.41\.0 or 1\.42\.0 from PyPI, and .* or changed: run pip"
     ):
         supernode._check()
 
@@ -67,9 +53,7 @@ def test_any_file_of_flwr_that_was_changed_is_noticed(
         supernode._check()
 
 
-def test_the_command_says_why_it_starts_nothing(
-    as_installed: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_command_says_why_it_starts_nothing(as_installed: Any, tmp_path: Path) -> None:
     as_installed.setattr(supernode, "package_version", "1.40.0")
     for name in ("FLWR_TELEMETRY_ENABLED", "FLWR_DISABLE_UPDATE_CHECK"):
         as_installed.setenv(name, "not set")

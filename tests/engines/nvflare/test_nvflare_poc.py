@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """NVFlare: jobs that attack a site's policy, on a server and a site in processes of their own."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -22,12 +20,9 @@ from nvflare.app_common.np.np_model_persistor import NPModelPersistor
 from nvflare.app_common.workflows.fedavg import FedAvg
 from nvflare.fuel.utils import fobs
 from nvflare.job_config.api import FedJob
-from nvflare.job_config.defs import FilterType
-from nvflare_hostile import NUMBER, SECRET, WAYS, Hostile, Keep, PutBack
+from nvflare_hostile import NUMBER, SECRET, WAYS, Hostile, Keep
 
 from fedclip.engines.nvflare import add_update_clipping
-from fedclip.site.gate import spent
-from fedclip.site.policy import Policy
 
 ROOT = Path(__file__).parents[3]
 EXAMPLE = ROOT / "examples" / "nvflare"
@@ -39,25 +34,21 @@ flare_decomposers.register()
 common_decomposers.register()
 
 
-def hostile(folder: Path, *filters: Any, **meta: str) -> Path:
-    """Return the folder of the hostile job."""
+def hostile(folder: Path, **meta: str) -> Path:
     job = FedJob("hostile", min_clients=1, meta_props=meta)
     job.to_server(NPModelPersistor(model=[0.0] * 4), id="persistor")
     # It goes on after errors, so that one job tries all ways.
     rounds = {"num_clients": 1, "num_rounds": len(WAYS), "ignore_result_error": True}
     job.to_server(FedAvg(aggregator=Keep(), **rounds))
     job.to_clients(Hostile(), tasks=["train"])
-    for one in filters:
-        job.to_clients(one, filter_type=FilterType.TASK_RESULT, tasks=["train"])
     job.export_job(str(folder))
     return folder / "hostile"
 
 
 def run(folder: Path, *jobs: Path, policy: str = WITH_CODE) -> tuple[str, list[bytes], list[Any]]:
     """Run jobs; return how they ended, the frames, and the results that arrived, by rounds."""
-    if policy:
-        (folder / "site.toml").write_text(policy)
-        (folder / "site.toml").chmod(0o600)
+    (folder / "site.toml").write_text(policy)
+    (folder / "site.toml").chmod(0o600)
     script = ROOT / "tests" / "support" / "nvflare_poc.py"
     ended(script, folder, *jobs, env=os.environ | {"HOME": str(folder)})  # where NVFlare writes
     arrived = list((folder / "arrived").iterdir())
@@ -69,7 +60,6 @@ def run(folder: Path, *jobs: Path, policy: str = WITH_CODE) -> tuple[str, list[b
 
 
 def holds(frames: list[bytes]) -> tuple[bool, bool]:
-    """Return whether the secret text is in any of the frames, and the secret number."""
     numbers = struct.pack("<f", NUMBER), struct.pack("<d", NUMBER)
     return (
         any(SECRET.encode() in frame for frame in frames),
@@ -80,6 +70,7 @@ def holds(frames: list[bytes]) -> tuple[bool, bool]:
 def test_a_hostile_job_takes_out_no_more_than_the_policy_lets(tmp_path: Path) -> None:
     status, frames, results = run(tmp_path, hostile(tmp_path))
     assert status == "FINISHED:COMPLETED"
+    assert any(b"accuracy" in frame for frame in frames)
     assert holds(frames) == (False, False)
     left = dict(zip(WAYS, results, strict=True))
     for way, kind in (("difference", DataKind.WEIGHT_DIFF), ("weights", DataKind.WEIGHTS)):
@@ -96,24 +87,10 @@ def test_a_hostile_job_takes_out_no_more_than_the_policy_lets(tmp_path: Path) ->
 
 
 @pytest.mark.soak
-def test_without_a_policy_all_of_it_arrives(tmp_path: Path) -> None:
-    """What is not found above would be, if it were there."""
-    status, frames, results = run(tmp_path, hostile(tmp_path), policy="")
-    assert status == "FINISHED:COMPLETED"
-    assert holds(frames) == (True, True)
-    assert len(results) == len(WAYS)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(
-    "case", ["own filter", "own code", "logs leave", "no policy", "another scope"]
-)
+@pytest.mark.parametrize("case", ["own code", "no policy", "another scope"])
 def test_a_job_that_would_get_around_the_policy_gets_nothing(case: str, tmp_path: Path) -> None:
-    meta = {"scope": "another"} if case == "another scope" else {}
-    job = hostile(tmp_path, *[PutBack()] * (case == "own filter"), **meta)
+    job = hostile(tmp_path, **({"scope": "another"} if case == "another scope" else {}))
     policy = {"no policy": "[update]", "own code": POLICY}.get(case, WITH_CODE)
-    if case == "logs leave":
-        (tmp_path / "logs-leave").touch()
     status, frames, results = run(tmp_path, job, policy=policy)
     assert status != "FINISHED:COMPLETED"
     assert holds(frames) == (False, False)
@@ -143,19 +120,3 @@ def test_the_example_without_code_runs_below_a_policy_with_short_lists(
         norm = np.linalg.norm(dxo.data["numpy_key"].astype("f8"))
         assert norm == pytest.approx(min(bound, 0.5), rel=1e-5)
         assert dxo.meta.get("initial_metrics") == {"accuracy": pytest.approx(0.5, abs=0.5)}
-
-
-@pytest.mark.soak
-def test_two_jobs_at_once_share_the_budget(tmp_path: Path) -> None:
-    ledger = tmp_path / "spent.json"
-    policy = f"{WITH_CODE}noise_multiplier = 2.0\nmax_epsilon = 10.0\ndelta = 1e-5\n"
-    policy += f"ledger = '{ledger}'\n"
-    jobs = [hostile(tmp_path / name) for name in ("one", "two")]
-    status, frames, results = run(tmp_path, *jobs, policy=policy)
-    assert status == "FINISHED:COMPLETED\nFINISHED:COMPLETED"
-    assert holds(frames) == (False, False)
-    # Each would share two updates, and is charged for a third that is refused; four are paid for.
-    updates = [r for r in results if "DXO" in r and r["DXO"]["kind"] != DataKind.METRICS]
-    assert len(updates) <= 4
-    assert 9.0 < spent(Policy.read(tmp_path / "site.toml")).epsilon() <= 10.0
-    assert len(results) == 2 * len(WAYS)

@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """NVFlare: rounds of update clipping by its own types, beside the same rounds of the core."""
 
-from __future__ import annotations
-
-import contextlib
-import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -19,7 +15,6 @@ from nvflare_rounds import Federation, contexts, result, task
 
 from fedclip.engines.nvflare import ClipUpdate, CloseRound, ReceiveBound, SendBound
 from fedclip.engines.nvflare.clipping import KEY
-from fedclip.errors import FedclipWarning
 from fedclip.updates.store import client_of, server_of
 
 NOISE = {"noise_multiplier": 1.0, "expected_clients": 9}
@@ -95,8 +90,7 @@ def test_a_missing_filter_counts_as_zero_and_is_named(
         if name == "site-2":
             reply = result({"w": np.array([0.3, 0.4])}, kind)
         ours.arrives(name, reply)
-    with caplog.at_level(logging.WARNING, "fedclip.server"):
-        average = ours.closing.aggregate_model().params["w"]
+    average = ours.closing.aggregate_model().params["w"]
     np.testing.assert_allclose(average, [0.15, 0.2], rtol=1e-6)
     assert "'site-2' counts as zero: it says nothing that update clipping does" in caplog.text
 
@@ -105,7 +99,6 @@ def test_a_missing_filter_counts_as_zero_and_is_named(
     ("array", "averaged"),
     [
         (np.array([math.nan, 1.0]), [0.0, 0.0]),
-        (np.array([math.inf, 1.0], "f2"), [0.0, 0.0]),
         (np.zeros(2), [0.0, 0.0]),
         (np.array([3.0, 4.0], "f2"), [0.6, 0.8]),
         (np.array([3.0, 4.0], "f4"), [0.6, 0.8]),
@@ -114,17 +107,14 @@ def test_a_missing_filter_counts_as_zero_and_is_named(
     ids=str,
 )
 def test_every_dtype_and_what_is_not_finite(array: Any, averaged: Any, tmp_path: Path) -> None:
-    ours, finite = Federation(tmp_path, start_norm=1.0), np.isfinite(array).all()
-    warned = pytest.warns(FedclipWarning, match="NaN or infinity in 'w'")
-    with contextlib.nullcontext() if finite else warned:
-        average = ours.round({"site-1": {"w": array}}).params["w"]
-    assert np.asarray(average).dtype == array.dtype
+    ours = Federation(tmp_path, start_norm=1.0)
+    average = np.asarray(ours.round({"site-1": {"w": array}}).params["w"])
+    assert average.dtype == array.dtype
     np.testing.assert_allclose(average, averaged, rtol=2e-3)
-    assert np.linalg.norm(np.asarray(average, "f8")) <= 1.0
-    record = ours.rounds[0]
-    assert record["zeroed"] == (not finite)
+    assert np.linalg.norm(average.astype("f8")) <= 1.0
+    assert ours.rounds[0]["zeroed"] == (not np.isfinite(array).all())
     # Zeros after some steps are an update; what is not finite has no norm.
-    assert (record["share"] is None) == record["zeroed"]
+    assert (ours.rounds[0]["share"] is None) == ours.rounds[0]["zeroed"]
 
 
 def test_integers_are_averaged_as_integers(tmp_path: Path) -> None:
@@ -174,22 +164,6 @@ def test_what_comes_without_its_bound_or_whole_is_refused_and_errors_pass(tmp_pa
         CloseRound({}, str(tmp_path)).sent_to("site-1", {})
 
 
-def test_state_is_kept_over_jobs(tmp_path: Path) -> None:
-    settings = {"start_norm": 1.0, **NOISE, "max_epsilon": 12.0}
-    first = Federation(tmp_path, **settings)
-    first.round(updates(0))
-    spent = first.rounds[-1]
-    with pytest.raises(OSError, match="give another federation another folder"):
-        Federation(tmp_path, **settings).closing.reset_stats()
-    first.closing._served.leave()
-    again = Federation(tmp_path, **settings)
-    again.round(updates(1))
-    assert again.rounds[0] == spent
-    assert again.rounds[1]["round"] == 2
-    assert again.rounds[1]["bound"] == spent["next_bound"]
-    assert again.rounds[1]["epsilon"] > spent["epsilon"]
-
-
 def test_a_spent_budget_ends_the_job_in_good_order(tmp_path: Path) -> None:
     ours = Federation(tmp_path, start_norm=1.0, **NOISE, max_epsilon=8.0)
     ours.round(updates(0))
@@ -215,29 +189,16 @@ def test_noise_for_more_clients_than_were_asked_is_refused(tmp_path: Path) -> No
     assert ours.closing.aggregate_model().params
 
 
-def test_noise_ends_if_no_reply_of_the_first_round_can_be_used(tmp_path: Path) -> None:
-    ours = Federation(tmp_path, start_norm=1.0, **NOISE)
-    ours.closing.reset_stats()
-    for name, update in updates(0).items():
-        ours.asked(name, {k: 0 * v for k, v in update.items()})
-        ours.arrives(name, result(update))  # without ClipUpdate
-    with pytest.raises(RuntimeError, match="of the round can be used"):
-        ours.closing.aggregate_model()
-
-
-@pytest.mark.parametrize("name", ["bn.running_mean", "layer==moving_variance", "bn/var_ema/hidden"])
-def test_noise_on_running_statistics_ends_the_job_before_the_first_task(
-    name: str, tmp_path: Path
-) -> None:
-    for noise in ({}, NOISE):
-        ours = Federation(tmp_path / str(len(noise)), start_norm=1.0, **noise)
+def test_noise_on_running_statistics_ends_the_job_before_the_first_task(tmp_path: Path) -> None:
+    model = {"w": np.zeros(2), "bn.running_mean": np.ones(2)}
+    clear = Federation(tmp_path / "clear", start_norm=1.0)
+    noised = Federation(tmp_path / "noised", start_norm=1.0, **NOISE)
+    for ours in (clear, noised):
         ours.closing.reset_stats()
-        if not noise:
-            ours.asked("site-1", {"w": np.zeros(2), name: np.ones(2)})
-            continue
-        with pytest.raises(RuntimeError, match=f"the job ends: .*{name}.* at the clients"):
-            ours.asked("site-1", {"w": np.zeros(2), name: np.ones(2)})
-        assert ours.aborted.triggered
+    clear.asked("site-1", model)
+    with pytest.raises(RuntimeError, match=r"the job ends: .*bn\.running_mean.* at the clients"):
+        noised.asked("site-1", model)
+    assert noised.aborted.triggered
 
 
 def test_the_folder_of_a_job_is_one_without_a_folder(

@@ -16,7 +16,6 @@ class Hiding(PathFinder):
 
     @classmethod
     def find_spec(cls, name, path=None, target=None):
-        """Find nothing of a hidden module."""
         if name.partition(".")[0] in HIDDEN:
             return None
         return super().find_spec(name, path, target)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The client of the hostile app: each attack is a reply that holds the site's secret somewhere."""
 
-from __future__ import annotations
-
 import socket
 import sys
 from collections.abc import Callable
@@ -20,11 +18,8 @@ from flwr.app import (
     MetricRecord,
     RecordDict,
 )
-from flwr.app.message import remove_content_from_message
 from flwr.clientapp import ClientApp
-from flwr.common.serde import message_to_proto
-from flwr.proto.runtime_pb2 import CreateTaskRequest, PushAppMessagesRequest
-from flwr.supercore.inflatable.inflatable_object import get_object_tree
+from flwr.proto.runtime_pb2 import CreateTaskRequest
 from flwr.supernode.runtime.run_clientapp import push_message
 
 SECRET = "PATIENT-0042"
@@ -51,12 +46,10 @@ def fields(arrays: Arrays, **wrong: Any) -> RecordDict:
 
 
 def record(arrays: Arrays) -> ArrayRecord:
-    """Return arrays as Flower sends them."""
     return ArrayRecord({name: Array(np.asarray(array)) for name, array in arrays.items()})
 
 
 def fail(_: Arrays) -> RecordDict:
-    """End with the secret in the error's text."""
     raise ValueError(SECRET)
 
 
@@ -148,7 +141,6 @@ ATTACKS: dict[str, Callable[[Arrays], RecordDict]] = {
 @app.evaluate()
 @app.query()
 def attack(message: Message, context: Context) -> Message:
-    """Do what the server asks for."""
     name = str(message.content["config"]["attack"])
     arrays = {key: array.numpy() for key, array in message.content["arrays"].items()}
     if name == "code":
@@ -158,15 +150,6 @@ def attack(message: Message, context: Context) -> Message:
         return Message(
             trained(arrays, metrics=MetricRecord({"num-examples": count})), reply_to=message
         )
-    if name == "stop":
-        reply = Message(trained(arrays), reply_to=message)
-        tree = get_object_tree(reply)
-        proto = message_to_proto(remove_content_from_message(reply))
-        proto.metadata.message_id = "0" * 64
-        process().PushMessages(
-            PushAppMessagesRequest(messages_list=[proto], message_object_trees=[tree])
-        )
-        return reply
     if name in ("twice", "metadata"):
         reply = Message(trained({**arrays, "w": arrays["w"] * 1000}), reply_to=message)
         reply.metadata.group_id = SECRET

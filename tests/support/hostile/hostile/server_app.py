@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The server of the hostile app: asks for one attack after another, and writes down what came."""
 
-from __future__ import annotations
-
 import pickle
 import time
 from pathlib import Path
@@ -22,7 +20,6 @@ MODEL = {
 
 
 def plain(reply: Message) -> Any:
-    """Return what is in a reply: its error, or its records."""
     if reply.has_error():
         return reply.error.code, reply.error.reason
     return {
