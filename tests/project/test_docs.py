@@ -192,3 +192,11 @@ def test_lists_and_pages_of_clippers_are_current() -> None:
         page = (ROOT / "docs" / "clippers" / f"{name}.md").read_text(encoding="utf-8")
         assert page == tool.updated(page, kind, name), "run: python docs/clippers.py"
         assert "To be written." not in page, "write the section 'When to use it'"
+
+
+def test_every_page_is_reached_from_the_index() -> None:
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    for page in ROOT.glob("docs/**/*.md"):
+        name = page.relative_to(ROOT / "docs").as_posix()
+        if name != "index.md":
+            assert f"({name})" in index, f"docs/index.md does not lead to {name}"
