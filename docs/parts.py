@@ -28,7 +28,7 @@ ALLOWED = {
     "translate": "core errors privacy",
     "report": "core errors",
     "clippers": "arrays core errors privacy rules statistics transforms translate",
-    "dpsgd": "core privacy rules",
+    "dpsgd": "arrays core privacy rules",
     "updates": "arrays core errors privacy rules transforms",
     "site": "arrays core errors privacy updates",
     "loops": "arrays clippers core dpsgd errors transforms",

@@ -202,7 +202,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _sum(x: Tensor, axes: int | tuple[int, ...]) -> Tensor:
-    """Return a sum along axes in at least float32: it is measured, and added up, as it is."""
+    """Return a sum along axes in at least float32, whose rounding is measured and released too."""
     return x.sum(axes, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
