@@ -22,9 +22,8 @@ def checkout(folder: Path) -> None:
     for name in ("pyproject.toml", "README.md", "LICENSE", "constraints.txt"):
         shutil.copy(ROOT / name, folder)
     for config in folder.glob("examples/*/config.toml"):
-        text = re.sub(
-            r"^port = \d+", f"port = {free_port()}", config.read_text("utf-8"), flags=re.M
-        )
+        text = config.read_text("utf-8")
+        text = re.sub(r"^port = \d+", f"port = {free_port()}", text, flags=re.M)
         config.write_text(text, encoding="utf-8")
 
 

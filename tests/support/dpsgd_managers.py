@@ -9,15 +9,10 @@ from typing import Any
 import dpsgd_wire as wire
 import numpy as np
 import pytest
+from declearn import messaging
 from declearn.aggregator import AveragingAggregator
 from declearn.dataset import Dataset, InMemoryDataset
-from declearn.messaging import (
-    EvaluationRequest,
-    InitRequest,
-    MetadataQuery,
-    PrivacyRequest,
-    TrainRequest,
-)
+from declearn.messaging import EvaluationRequest, InitRequest, PrivacyRequest, TrainRequest
 from declearn.metrics import MetricSet
 from declearn.model.sklearn import SklearnSGDModel
 from declearn.optimizer import Optimizer
@@ -50,23 +45,17 @@ def train(**changes: Any) -> TrainRequest:
     return TrainRequest(**{**settings, **STEPS, **changes})
 
 
-def manager_of(model: Any, train: Any, valid: Any, modules: Any, lrate: float) -> Any:
-    parts = model, Optimizer(lrate=lrate, modules=[*modules]), AveragingAggregator(), train, valid
+def manager_of(model: Any, train: Any, valid: Any, modules: Any) -> Any:
+    parts = model, Optimizer(lrate=1.0, modules=[*modules]), AveragingAggregator(), train, valid
     return PrivateTrainingManager(*parts, verbose=False)
 
 
-def manager(
-    modules: Any = (),
-    dataset: InMemoryDataset | None = None,
-    private: Any = True,
-    lrate: float = 1.0,
-    **kwargs: Any,
-) -> Any:
+def manager(modules: Any = (), dataset: Any = None, private: Any = True, **kwargs: Any) -> Any:
     records = data() if dataset is None else dataset
     model = SklearnSGDModel.from_parameters(kind="classifier", loss="log_loss", penalty=None)
     size = records.feats.shape[1]
     model.initialize({"features_shape": (size,), "classes": [0, 1]})
-    made = manager_of(model, records, data(d=size, seed=1), modules, lrate)
+    made = manager_of(model, records, data(d=size, seed=1), modules)
     if private:
         made.make_private(request() if private is True else private, **kwargs)
     return made
@@ -116,7 +105,7 @@ def private(source: Dataset, net: Any = None, valid: Any = None, modules: Any = 
     """Return a manager that adds no noise, with the updates that it would have added noise to."""
     x, y = wire.arrays(20, seed=1)
     valid = InMemoryDataset(x, target=y) if valid is None else valid
-    made = manager_of(linear(net), source, valid, modules, 1.0)
+    made = manager_of(linear(net), source, valid, modules)
     made.make_private(request())
     made.noise = Silent()
     return made
@@ -146,7 +135,7 @@ def conversation(kind: str, folder: Path) -> list[Any]:
         settings = {"train_data": wire.dataset(kinds[0]), "valid_data": valid}
         made = client(**settings, checkpoint=str(folder / kind))
         made.netwk.left = [
-            MetadataQuery(["n_samples", "features_shape", "data_type"]),
+            messaging.MetadataQuery(["n_samples", "features_shape", "data_type"]),
             InitRequest(model, optim, AveragingAggregator(), metrics, dpsgd=True),
             request(budget=(50.0, 1e-3), rounds=2, **of_round),
         ]

@@ -119,21 +119,21 @@ def kill_at(point: int) -> None:
         if next(passed) == point:
             os.kill(os.getpid(), signal.SIGKILL)
 
+    async def awaited(step: Any) -> None:
+        await step
+        reach()
+
     def around(step: Any) -> Any:
         @functools.wraps(step)
-        def sync(*args: Any, **kwargs: Any) -> Any:
+        def reaching(*args: Any, **kwargs: Any) -> Any:
             reach()
             found = step(*args, **kwargs)
+            if asyncio.iscoroutine(found):
+                return awaited(found)
             reach()
             return found
 
-        @functools.wraps(step)
-        async def later(*args: Any, **kwargs: Any) -> None:
-            reach()
-            await step(*args, **kwargs)
-            reach()
-
-        return later if asyncio.iscoroutinefunction(step) else sync
+        return reaching
 
     steps: list[tuple[Any, str]] = [(FederatedServer, name) for name in SERVER_STEPS]
     steps += [(Checkpointer, f"save_{name}") for name in ("model", "optimizer", "metrics")]

@@ -15,8 +15,6 @@ from declearn.secagg.masking import MaskingDecrypter, MaskingEncrypter
 
 from fedclip.engines.declearn.context import change
 
-Update = Any
-
 # A product of two Mersenne primes. It keeps no secret, and encrypts a hundred times as fast as one
 # that does.
 SHORT_BIPRIME = (2**127 - 1) * (2**89 - 1)
@@ -45,24 +43,12 @@ class Clients:
         self.optimizers[i].start_round()
 
     def round(
-        self,
-        i: int,
-        aux: dict[str, Any],
-        update: Update,
-        n_steps: int = 1,
-        encrypter: object = None,
+        self, i: int, aux: Any, update: Any, n_steps: int = 1, encrypter: object = None
     ) -> TrainReply:
-        optim = self.optimizers[i]
         vector = update if isinstance(update, Vector) else NumpyVector({"w": update})
         self.begin(i, aux, vector, encrypter)
         updates = self.aggregators[i].prepare_for_sharing(updates=vector, n_steps=n_steps)
-        return TrainReply(
-            updates=updates,
-            aux_var=optim.collect_aux_var(),
-            n_epoch=1,
-            n_steps=n_steps,
-            t_spent=0.0,
-        )
+        return TrainReply(1, n_steps, 0.0, updates, self.optimizers[i].collect_aux_var())
 
 
 class Server:
@@ -79,7 +65,7 @@ class Server:
     def start(self) -> dict[str, Any]:
         return self.optim.collect_aux_var()
 
-    def round(self, clients: Clients, updates: Sequence[Update]) -> NumpyVector:
+    def round(self, clients: Clients, updates: Sequence[Any]) -> NumpyVector:
         aux = self.start()
         return self.finish([clients.round(i, aux, update) for i, update in enumerate(updates)])
 
@@ -109,20 +95,13 @@ def norm(vector: NumpyVector) -> float:
 
 def masked(clients: Sequence[str], **settings: Any) -> tuple[dict[str, Any], Any]:
     """Return the encrypters and the decrypter of a round, as their setup would."""
-    seeds = {
-        (a, b): i + len(clients) * j
-        for i, a in enumerate(clients)
-        for j, b in enumerate(clients)
-        if i < j
-    }
-    return {
-        c: MaskingEncrypter(
-            [seed for (a, _), seed in seeds.items() if a == c],
-            [seed for (_, b), seed in seeds.items() if b == c],
-            **settings,
-        )
-        for c in clients
-    }, MaskingDecrypter(len(clients), **settings)
+    # Of each two clients, the first adds what the second takes away.
+    n = len(clients)
+    pairs = [
+        ([i + n * j for j in range(i + 1, n)], [j + n * i for j in range(i)]) for i in range(n)
+    ]
+    encrypters = {c: MaskingEncrypter(*pairs[i], **settings) for i, c in enumerate(clients)}
+    return encrypters, MaskingDecrypter(n, **settings)
 
 
 def joye_libert(clients: Sequence[str], **settings: Any) -> tuple[dict[str, Any], Any]:

@@ -32,9 +32,7 @@ def array(rng: random.Random, shape: tuple[int, ...]) -> Any:
     made = np.array(values, dtype="f8").reshape(shape)
     if dtype == "M8[s]":
         return made.astype("i8").astype(dtype)
-    made = (
-        np.asarray(np.abs(made)).astype(dtype) if dtype.startswith("uint") else made.astype(dtype)
-    )
+    made = np.asarray(np.abs(made) if dtype.startswith("uint") else made).astype(dtype)
     if made.dtype.kind == "f" and size and rng.random() < 0.4:
         made.ravel()[0] = rng.choice([np.nan, np.inf, -np.inf, 6e4])
     return made
@@ -81,9 +79,7 @@ def vector(rng: random.Random, depth: int = 0) -> Any:
         return made
     names: str = rng.choice(["wb", "wb", "bw", "w", "wbc", ""])
     shapes: dict[str, tuple[int, ...]] = {"w": (2,), "b": (), "c": (1,)}
-    coefs = {
-        name: array(rng, shapes[name]) if rng.random() < 0.9 else anything(rng, 3) for name in names
-    }
+    coefs = {n: array(rng, shapes[n]) if rng.random() < 0.9 else anything(rng, 3) for n in names}
     return NumpyVector(coefs)
 
 

@@ -146,11 +146,9 @@ class Processes(Run):
 
     def start(self) -> None:
         for name in self.names:
-            process = _context.Process(
-                target=federated_node.main, args=(name, self.folder), daemon=True
-            )
+            given = {"target": federated_node.main, "args": (name, self.folder)}
+            process = self.processes[name] = _context.Process(**given, daemon=True)
             process.start()
-            self.processes[name] = process
             # A client of declearn's that comes too early over gRPC tries again after a minute.
             if name == "server":
                 self.until("clients registration")

@@ -5,16 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
-from flwr.app import (
-    Array,
-    ArrayRecord,
-    ConfigRecord,
-    Context,
-    Error,
-    Message,
-    MetricRecord,
-    RecordDict,
-)
+from flwr.app import Array, ArrayRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.supercore.task_identity import TaskIdentity
 
@@ -118,10 +109,8 @@ class Loop:
                 replies.append(reply)
         return replies
 
-    def run(
-        self, strategy: UpdateClipStrategy, model: Mapping[str, Any], rounds: int
-    ) -> tuple[dict[str, Any], Any]:
-        result = strategy.start(self, record(model), rounds, train_config=ConfigRecord())
+    def run(self, strategy: UpdateClipStrategy, model: Any, rounds: int) -> tuple[Any, Any]:
+        result = strategy.start(self, record(model), rounds)
         return arrays_of(result.arrays), result
 
 

@@ -29,9 +29,7 @@ LIMIT = 300.0
 """Seconds after which a test gives up; the machine may be several times slower."""
 
 
-def until(
-    ready: Callable[[], Any], *processes: subprocess.Popen[bytes], limit: float = LIMIT
-) -> None:
+def until(ready: Callable[[], Any], *processes: Any, limit: float = LIMIT) -> None:
     """Wait for something; fail if it takes too long, or one of the processes has ended."""
     end = time.monotonic() + limit
     while not ready():
@@ -87,7 +85,8 @@ class Federation:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.port = free_port()
-        self.taps: list[Tap] = []
+        self._tap = Tap(self.port)
+        self.sent = self._tap.sent
         self._processes: list[subprocess.Popen[bytes]] = []
         home = folder / "flwr"
         self._environment = {
@@ -128,32 +127,25 @@ class Federation:
         return (self.folder / f"{name}.log").read_text(errors="replace")
 
     def tap(self) -> str:
-        """Return an address that leads to the link, where another tap is."""
-        self.taps.append(Tap(self.port))
-        return f"127.0.0.1:{self.taps[-1].server_address[1]}"
+        """Return an address that leads to the link, past the tap."""
+        return f"127.0.0.1:{self._tap.server_address[1]}"
 
-    def node(
-        self, policy: Path | None, *words: str, name: str = "node"
-    ) -> tuple[subprocess.Popen[bytes], str]:
-        """Start a SuperNode, with a policy around it unless that is None; wait for it.
-
-        Also return the address at which its apps find it.
-        """
-        command = [sys.executable, *NODE, str(policy)] if policy else ["flower-supernode"]
+    def node(self, policy: Path, *words: str) -> str:
+        """Start a SuperNode and wait for it; return the address at which its apps find it."""
         port = str(free_port())
         near = ("--superlink", self.tap(), "--host", "127.0.0.1", "--port", port)
         # By its absolute path, it finds Flower's other programs nowhere but beside itself.
-        env = {**self._environment, **({"PATH": os.defpath} if policy else {})}
-        node = self.start(name, *command, "--insecure", *near, *words, env=env)
-        until(lambda: "SuperNode ID" in self.log(name), node)
-        return node, f"127.0.0.1:{port}"
+        env = {**self._environment, "PATH": os.defpath}
+        command = (sys.executable, *NODE, str(policy), "--insecure")
+        node = self.start("node", *command, *near, *words, env=env)
+        until(lambda: "SuperNode ID" in self.log("node"), node)
+        return f"127.0.0.1:{port}"
 
-    def run(self, *attacks: str, name: str = "out", targets: str = "") -> Callable[[], Any]:
-        """Start the hostile app; return what waits for what its server received, in order."""
-        out = self.folder / name
+    def run(self, *attacks: str, targets: str = "") -> Any:
+        """Run the hostile app; return what its server received, in order."""
+        out = self.folder / "out"
         values = {"attacks": " ".join(attacks), "out": str(out), "targets": targets}
         config = " ".join(f"{key}={value!r}" for key, value in values.items())
-        config += f" nodes={len(self.taps)}"
         subprocess.run(
             [str(BIN / "flwr"), "run", str(self.app), "here", "--run-config", config],
             env=self._environment,
@@ -162,15 +154,8 @@ class Federation:
             stdout=subprocess.DEVNULL,
             timeout=LIMIT,
         )
-
-        def received() -> Any:
-            until(out.exists, *self._processes, limit=LIMIT + 60 * len(attacks))
-            return pickle.loads(out.read_bytes())
-
-        return received
-
-    def left(self) -> bytes:
-        return b"".join(tap.sent for tap in self.taps)
+        until(out.exists, *self._processes, limit=LIMIT + 60 * len(attacks))
+        return pickle.loads(out.read_bytes())
 
     def close(self) -> None:
         """End all processes, and what they have started."""
@@ -178,10 +163,9 @@ class Federation:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        for tap in self.taps:
-            tap.shutdown()
-            # It waits for the connections that there are, whose nodes have ended.
-            tap.server_close()
+        self._tap.shutdown()
+        # It waits for the connections that there are, whose nodes have ended.
+        self._tap.server_close()
 
 
 @contextmanager
@@ -191,10 +175,3 @@ def federation(folder: Path) -> Iterator[Federation]:
         yield result
     finally:
         result.close()
-
-
-def policy(folder: Path, **values: Any) -> Path:
-    path = folder / "site.toml"
-    values = {"max_norm": 0.5, "allow_metrics": ["num-examples"], **values}
-    path.write_text("[update]\n" + "".join(f"{k} = {v!r}\n" for k, v in values.items()))
-    return path

@@ -59,10 +59,7 @@ class Specimen:
 
     @property
     def sampled(self) -> bool:
-        """Whether a quick run tries this row.
-
-        It tries one row of each clipper, and all of `norm-clip`, which differ by transform.
-        """
+        """Whether a quick run tries it: one row of each clipper, all transforms of `norm-clip`."""
         return not self.label or self.name == "norm-clip"
 
     def make(self, **config: Any) -> Any:
@@ -148,9 +145,7 @@ def pairwise(**axes: Sequence[Any]) -> Any:
 
     Of an axis `framework`, only those that are to be tested with count.
     """
-    tables = [
-        [v for v in values if name != "framework" or v in BACKENDS] for name, values in axes.items()
-    ]
+    tables = [[v for v in axes[n] if n != "framework" or v in BACKENDS] for n in axes]
     places = itertools.product(*(range(len(table)) for table in tables))
     pairs = {row: {*itertools.combinations(enumerate(row), 2)} for row in places}
     left, rows = set().union(*pairs.values()), []
@@ -220,6 +215,14 @@ def python(code: str, *hidden: str, options: Sequence[str] = (), **environment: 
     """Return what code prints, in a process that finds none of these modules, or of frameworks."""
     env = {**hiding(*hidden), **environment}
     return ended(*options, "-c", textwrap.dedent(code), env=env).stdout.strip()
+
+
+def policy(folder: Path, **settings: Any) -> Path:
+    """Write a site's policy with these settings, or a bound alone; return its file."""
+    path, settings = folder / "site.toml", {"max_norm": 0.5, **settings}
+    path.write_text("[update]\n" + "".join(f"{k} = {v!r}\n" for k, v in settings.items()))
+    path.chmod(0o600)
+    return path
 
 
 def gradient(seed: int = 0, scale: float = 0.15) -> dict[str, np.ndarray]:

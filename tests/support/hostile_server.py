@@ -12,19 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from declearn import messaging
 from declearn.aggregator import AveragingAggregator, ModelUpdates
 from declearn.communication.api import NetworkClient
 from declearn.communication.api.backend.actions import Accept, ActionMessage, Join, Ping, Recv, Send
 from declearn.dataset import InMemoryDataset
-from declearn.messaging import (
-    CancelTraining,
-    Error,
-    InitRequest,
-    Message,
-    SerializedMessage,
-    TrainReply,
-    TrainRequest,
-)
+from declearn.messaging import Error, InitRequest, Message, TrainReply, TrainRequest
 from declearn.model.sklearn import NumpyVector, SklearnSGDModel
 from declearn.optimizer import Optimizer
 from helpers import norm
@@ -73,7 +66,7 @@ class Wire(NetworkClient, register=False):
 
     def __init__(self, script: Script = ()) -> None:
         super().__init__("ws://nowhere", "site-1")
-        self.left: list[Any] = [*script, CancelTraining("the end")]
+        self.left: list[Any] = [*script, messaging.CancelTraining("the end")]
         self.frames: list[bytes] = []
 
     @staticmethod
@@ -101,7 +94,7 @@ class Wire(NetworkClient, register=False):
     def messages(self) -> list[Any]:
         actions = map(ActionMessage.deserialize, self.frames)
         found = [action.content for action in actions if isinstance(action, Send)]
-        return [SerializedMessage.from_bin_message(one).deserialize() for one in found]
+        return [messaging.SerializedMessage.from_bin_message(one).deserialize() for one in found]
 
     def of(self, kind: type[Message]) -> list[Any]:
         return [message for message in self.messages if isinstance(message, kind)]
@@ -127,14 +120,6 @@ def attack(script: Script, policy: Path | None, **settings: Any) -> Wire:
     with contextlib.suppress(Exception):
         asyncio.run(client.async_run())
     return wire
-
-
-def policy(folder: Path, **settings: Any) -> Path:
-    lines = [f"{name} = {value!r}" for name, value in {"max_norm": C, **settings}.items()]
-    path = folder / "site.toml"
-    path.write_text("[update]\n" + "\n".join(lines))
-    path.chmod(0o600)
-    return path
 
 
 def leaks(wire: Wire) -> Iterator[str]:

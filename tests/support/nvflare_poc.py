@@ -61,9 +61,8 @@ def port() -> int:
 
 def provisioned(folder: Path) -> Path:
     """Return the folder with a folder for each: server, site and admin."""
-    project = yaml.safe_load(
-        (Path(nvflare.lighter.__file__).parent / "dummy_project.yml").read_text()
-    )
+    dummy = Path(nvflare.lighter.__file__).with_name("dummy_project.yml")
+    project = yaml.safe_load(dummy.read_text())
     server = {"name": "server", "type": "server", "fed_learn_port": port(), "admin_port": port()}
     admin = {"name": ADMIN, "type": "admin", "role": "project_admin"}
     people = [server, {"name": SITE, "type": "client"}, admin]
@@ -78,10 +77,7 @@ def provisioned(folder: Path) -> Path:
 
 
 def protect(site: Path, policy: Path) -> None:
-    """Write the page's privacy.json.
-
-    With a file `short-lists`, server and site allow no classes but those of the page.
-    """
+    """Write the page's privacy.json; with a file `short-lists`, allow only the page's classes."""
     resources = json.loads((site / "local" / "resources.json.default").read_text())
     resources["allow_log_streaming"] = False
     page = (Path(__file__).parents[2] / "docs" / "nvflare-site.md").read_text(encoding="utf-8")

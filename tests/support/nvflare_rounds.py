@@ -67,9 +67,7 @@ class Federation:
         model.meta["client_name"] = name
         self.closing.accept_model(model)
 
-    def round(
-        self, updates: Mapping[str, Mapping[str, Any]], steps: Mapping[str, int] | None = None
-    ) -> FLModel:
+    def round(self, updates: Mapping[str, Any], steps: Any = None) -> FLModel:
         self.closing.reset_stats()
         model = {k: np.zeros_like(v) for k, v in next(iter(updates.values())).items()}
         for name, update in updates.items():

@@ -1,6 +1,7 @@
 """Models and clients with personal layers."""
 
 import warnings
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,7 @@ from helpers import require
 import fedclip
 from fedclip import PersonalModel
 
-N, D, CLASSES = 3, 4, 2
-HEAD = ["module.head.weight", "module.head.bias"]
+D, CLASSES = 4, 2
 BODY = ["module.body.weight", "module.body.bias", "module.bn.weight", "module.bn.bias"]
 
 
@@ -27,16 +27,10 @@ def torch_model(seed: int = 0) -> Any:
     from declearn.model.torch import TorchModel
 
     torch.manual_seed(seed)
-    parts = {
-        "body": torch.nn.Linear(D, 5),
-        "bn": torch.nn.BatchNorm1d(5),
-        "act": torch.nn.Tanh(),
-        "head": torch.nn.Linear(5, CLASSES),
-    }
-    net = torch.nn.Sequential()
-    for name, layer in parts.items():
-        net.add_module(name, layer)
-    return TorchModel(net, torch.nn.CrossEntropyLoss())
+    nn = torch.nn
+    parts = OrderedDict(body=nn.Linear(D, 5), bn=nn.BatchNorm1d(5), act=nn.Tanh())
+    net = nn.Sequential(OrderedDict(**parts, head=nn.Linear(5, CLASSES)))
+    return TorchModel(net, nn.CrossEntropyLoss())
 
 
 def keras_model(seed: int = 0) -> Any:
@@ -45,14 +39,8 @@ def keras_model(seed: int = 0) -> Any:
 
     keras.utils.set_random_seed(seed)
     layers = keras.layers
-    net = keras.Sequential(
-        [
-            keras.Input((D,)),
-            layers.Dense(5, activation="tanh", name="body"),
-            layers.BatchNormalization(name="bn"),
-            layers.Dense(CLASSES, name="head"),
-        ]
-    )
+    body = layers.Dense(5, activation="tanh", name="body"), layers.BatchNormalization(name="bn")
+    net = keras.Sequential([keras.Input((D,)), *body, layers.Dense(CLASSES, name="head")])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     return TensorflowModel(net, loss)
 
@@ -119,14 +107,9 @@ def manager(node: Any, model: Any, aggregator: Any = None, **optim: Any) -> Any:
             # declearn's, about its pickles.
             warnings.simplefilter("ignore")
             model = msgpack_deserialize(msgpack_serialize(model))
-    node.trainmanager = TrainingManager(
-        model,
-        Optimizer(**{"lrate": 0.1, **optim}),
-        aggregator or AveragingAggregator(steps_weighted=False),
-        node.train_data,
-        node.valid_data,
-        verbose=False,
-    )
+    aggregator = aggregator or AveragingAggregator(steps_weighted=False)
+    parts = model, Optimizer(**{"lrate": 0.1, **optim}), aggregator
+    node.trainmanager = TrainingManager(*parts, node.train_data, node.valid_data, verbose=False)
     return node.trainmanager
 
 

@@ -2,7 +2,6 @@
 """A quickrun file, its model and the data of its sites, as small as can be."""
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +58,7 @@ model = SklearnSGDModel.from_parameters(kind="classifier", loss="log_loss", dtyp
 SITES = {"a": 40, "b": 24, "c": 56}
 
 
-def write_sites(
-    folder: Path, records: Mapping[str, int] = SITES, *, valid: int = 20, features: int = 4
-) -> None:
+def write_sites(folder: Path, records: Any = SITES, *, valid: int = 20, features: int = 4) -> None:
     """Write so many records of each site, whose first feature's sign is the target; and a model."""
     rng = np.random.default_rng(0)
     for site, train in records.items():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Experiments for the tests of reports: checkpoints as declearn writes them, without a network."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -49,11 +49,7 @@ class Node:
         self.saved = 0
 
     def round(
-        self,
-        norms: Sequence[float],
-        save: bool = True,
-        metrics: dict[str, Any] | None = None,
-        update: float = 0.0,
+        self, norms: Sequence[float], save: bool = True, metrics: Any = None, update: float = 0.0
     ) -> None:
         self.optimizer.start_round()
         for norm in norms:
@@ -92,13 +88,7 @@ def record_of(round_: int, norms: Sequence[float], limit: float) -> RoundRecord:
 
 
 def large_run(
-    folder: Path,
-    rounds: int,
-    clients: int,
-    *,
-    name: Callable[[int], str] = "client-{:03}".format,
-    seed: int = 0,
-    level: float = 2.0,
+    folder: Path, rounds: int, clients: int, *, seed: int = 0, level: float = 2.0
 ) -> Path:
     """Write a run in which norms and loss fall, accuracy rises, and the last client is larger."""
     rng = np.random.default_rng(seed)
@@ -110,13 +100,13 @@ def large_run(
             record_of(r, scale * level * rng.lognormal(0, 0.4, 6) * r**-0.2, 2.5 * level * r**-0.2)
             for r in range(1, rounds + 1)
         ]
-        write_states(folder / name(client), "zscore-clip", records)
+        write_states(folder / f"client-{client:03}", "zscore-clip", records)
     for r in range(1, rounds + 1):
         loss = 0.3 + 2.0 * float(np.exp(-6 * r / rounds)) + 0.02 * float(rng.normal())
         server.save_metrics({"loss": loss, "accuracy": 1 - loss / 3}, timestamp=f"{r:05}")
         for client in range(min(clients, 5)):
             own = loss * (0.8 + 0.1 * client)
-            prefix = f"metrics_{name(client)}".replace("/", "_")
             values = {"loss": own, "accuracy": 1 - own / 3}
+            prefix = f"metrics_client-{client:03}"
             server.save_metrics(values, prefix=prefix, timestamp=f"{r:05}")
     return folder

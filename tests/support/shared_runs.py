@@ -36,13 +36,7 @@ class Federation:
     """Server and clients in one process, in declearn's order of calls, over its own wire."""
 
     def __init__(
-        self,
-        name: str,
-        clients: int = 3,
-        *,
-        secagg: Callable[[Sequence[str]], tuple[dict[str, Any], Any]] | None = None,
-        server: Mapping[str, Any] | None = None,
-        **config: Any,
+        self, name: str, clients: int = 3, *, secagg: Any = None, server: Any = None, **config: Any
     ) -> None:
         self.config: dict[str, Any] = {**CONFIGS[name], **config}
         (cls,) = [c for c in SharedServer.__subclasses__() if c.name == f"{name}-server"]

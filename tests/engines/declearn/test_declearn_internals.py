@@ -16,6 +16,7 @@ import fedclip
 OURS = Path(fedclip.__file__).parent
 TABLE = OURS.parent / "docs" / "developers" / "declearn-internals.md"
 DECLEARN = Path(declearn.__file__).parent
+PARTS = re.compile("Client|Server|Network|Handler")
 NAMES = re.findall(r"`([\w.]+:[\w.]+)`", TABLE.read_text(encoding="utf-8"))
 
 
@@ -56,9 +57,7 @@ def used() -> Iterator[str]:
                 of_self = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
                 if node.attr in theirs and not (of_self and node.attr in ours):
                     yield node.attr
-            if isinstance(node, ast.ClassDef) and re.search(
-                "Client|Server|Network|Handler", node.name
-            ):
+            if isinstance(node, ast.ClassDef) and PARTS.search(node.name):
                 methods = {getattr(method, "name", "") for method in node.body}
                 yield from methods & theirs
 

@@ -132,9 +132,7 @@ def test_records_that_raise_in_other_frameworks(backend: str) -> None:
         assert failed == [3, 5]
 
 
-def test_what_fails_in_an_evaluation_or_a_trial_is_in_the_log_alone(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_fails_in_an_evaluation_or_trial_is_logged_alone(tmp_path: Path, caplog: Any) -> None:
     x, y = wire.arrays()
     valid = InMemoryDataset(x.astype(object), target=y)
     valid.data[0, 0] = wire.SECRET

@@ -32,9 +32,7 @@ def rounds(made: Any, many: int, **asked: Any) -> list[Any]:
     return [made.training_round(train(round_i=i, **asked)) for i in range(many)]
 
 
-def test_epsilon_is_that_of_the_steps_taken_and_accounted_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_epsilon_is_of_the_steps_taken_and_accounted_once(monkeypatch: Any, caplog: Any) -> None:
     made = manager(private=request(budget=(2.9, 1e-5)))
     assert made.get_privacy_spent() == (0.0, 1e-5)
     pld = mock.Mock(side_effect=accounting._pld)

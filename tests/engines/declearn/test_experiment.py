@@ -14,13 +14,11 @@ from fedclip.engines.declearn.quickrun import Experiment, vectorize_gradients
 def made(classes: int, **config: Any) -> SklearnSGDModel:
     kind = "classifier" if classes else "regressor"
     model = SklearnSGDModel.from_parameters(kind=kind, **config)
-    info: dict[str, Any] = {"features_shape": (4,), "classes": set(range(classes))}
-    model.initialize(info)
+    model.initialize({"features_shape": (4,), "classes": set(range(classes))})
     rng = np.random.default_rng(0)
     weights = model.get_weights()
-    model.set_weights(
-        weights + type(weights)({k: rng.normal(size=v.shape) for k, v in weights.coefs.items()})
-    )
+    moved = {name: rng.normal(size=array.shape) for name, array in weights.coefs.items()}
+    model.set_weights(weights + type(weights)(moved))
     return model
 
 
@@ -62,8 +60,8 @@ def test_only_what_has_a_closed_form_is_quickened(config: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize(("row", "kind"), [("0.5,1.5", "float64"), ("0.5,1", None)])
-def test_a_quickrun_tells_the_type_of_its_data_where_it_is_one(
-    row: str, kind: str | None, tmp_path: Path
+def test_a_quickrun_tells_the_type_of_data_if_it_is_one(
+    row: str, kind: Any, tmp_path: Path
 ) -> None:
     """Models of JAX can not be built without; columns of two types are no reason to raise."""
     folder = tmp_path / "data" / "north"

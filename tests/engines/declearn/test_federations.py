@@ -74,10 +74,7 @@ def test_a_run_goes_on_without_clients_and_names_each_fault(tmp_path: Path) -> N
 
 def test_a_server_that_is_frozen(tmp_path: Path) -> None:
     """Its clients end; that of declearn's plain protocol would wait for ever."""
-    settings: dict[str, Any] = {
-        "client_network": {"kwargs": {"patience": 5.0}},
-        "run": {"rounds": 100_000},
-    }
+    settings: Any = {"client_network": {"kwargs": {"patience": 5.0}}, "run": {"rounds": 100_000}}
     with running(tmp_path, protocol=WATCHFUL, server_protocol="websockets", **settings) as run:
         run.signal("server", signal.SIGSTOP)
         assert 0 not in {run.ended(name) for name in run.names[1:]}

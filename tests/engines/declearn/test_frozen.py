@@ -61,9 +61,7 @@ def test_frozen_batchnorm_keeps_its_statistics_and_uses_them(personal: Any) -> N
         (lambda: PersonalModel(frozen_bn(), frozen_batchnorm="eval"), False),
     ],
 )
-def test_a_client_says_that_running_statistics_are_not_sent(
-    make: Any, said: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_client_says_that_statistics_are_not_sent(make: Any, said: bool, caplog: Any) -> None:
     require("torch")
     manager(client(), make())
     assert ("running statistics are never sent ('module.bn')" in caplog.text) == said
@@ -101,9 +99,7 @@ def frozen(framework: str) -> tuple[Any, list[str]]:
 
 
 @pytest.mark.parametrize("framework", ["tensorflow", "jax"])
-def test_frozen_weights_that_declearn_does_not_send_come_with_the_wrapper(
-    framework: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_frozen_weights_come_with_the_wrapper(framework: str, tmp_path: Path, caplog: Any) -> None:
     require({"jax": "haiku"}.get(framework, framework))
     plain, names = frozen(framework)
     with pytest.raises(ValueError, match="are frozen, and Keras' and Haiku's"):

@@ -29,9 +29,8 @@ from fedclip.updates.votes import BINS, FIRST_VARIANCE, BoundRule, counts_of, on
 
 N = 4
 CLIPPED = {"name": "clipped-averaging"}
-SHARED: dict[str, Any] = {"max_norm": None}
 CLIENT_MODULES: list[Any] = [
-    ("zscore-clip", {**SHARED, "shared": True}),
+    ("zscore-clip", {"max_norm": None, "shared": True}),
     ("percentile-norm-clip", {"shared": True}),
     "update-clip-client",
 ]

@@ -16,33 +16,17 @@ from declearn.optimizer import Optimizer
 from declearn.training import TrainingManager
 from declearn.utils.serialize import json_dump, json_load, msgpack_deserialize, msgpack_serialize
 from helpers import require
-from personal_runs import (
-    BODY,
-    HEAD,
-    MODELS,
-    N,
-    client,
-    linear,
-    made,
-    manager,
-    request,
-    torch_model,
-    weights,
-)
+from personal_runs import BODY, MODELS, client, linear, made, manager, request, torch_model, weights
 
 import fedclip
 from fedclip import PersonalModel
 from fedclip.engines.declearn.personal import chosen
 
+HEAD = ["module.head.weight", "module.head.bias"]
 CLIPPED = {"name": "clipped-averaging", "max_norm": 0.05}
-PROXIMAL: dict[str, Any] = {
-    "w_decay": 0.01,
-    "regularizers": [("fedprox", {"alpha": 0.1})],
-    "modules": ["momentum"],
-}
-SCOPED: dict[str, Any] = {
-    "modules": [["norm-clip", {"max_norm": 0.1, "scope": ["head", "body"]}], "adam"]
-}
+FEDPROX = [("fedprox", {"alpha": 0.1})]
+PROXIMAL: Any = {"w_decay": 0.01, "regularizers": FEDPROX, "modules": ["momentum"]}
+SCOPED = {"modules": [["norm-clip", {"max_norm": 0.1, "scope": ["head", "body"]}], "adam"]}
 each_framework = pytest.mark.parametrize("framework", MODELS)
 
 
@@ -133,7 +117,7 @@ def test_the_server_shares_the_rest_and_its_own_head_never_changes() -> None:
     before = weights(model)
     shared = model.get_weights(trainable=True)
     assert list(shared.coefs) == BODY
-    optim = Optimizer(lrate=1.0, w_decay=0.1, regularizers=[("fedprox", {"alpha": 0.1})])
+    optim = Optimizer(lrate=1.0, w_decay=0.1, regularizers=FEDPROX)
     optim.apply_gradients(model, shared)
     model.set_weights(0.5 * model.get_weights(trainable=True), trainable=True)
     after = weights(model)
@@ -150,14 +134,8 @@ def test_the_server_shares_the_rest_and_its_own_head_never_changes() -> None:
 
 
 def test_a_client_of_declearn_is_told_which_one_it_takes() -> None:
-    node = client()
-    plain = TrainingManager(
-        PersonalModel(linear(), "intercept"),
-        Optimizer(lrate=0.1),
-        AveragingAggregator(),
-        node.train_data,
-        verbose=False,
-    )
+    parts = PersonalModel(linear(), "intercept"), Optimizer(lrate=0.1), AveragingAggregator()
+    plain = TrainingManager(*parts, client().train_data, verbose=False)
     reply = plain.training_round(request())
     assert isinstance(reply, Error)
     assert "trained by fedclip.PersonalFederatedClient" in reply.message
@@ -167,19 +145,15 @@ def test_a_client_of_declearn_is_told_which_one_it_takes() -> None:
 @pytest.mark.parametrize(
     ("framework", "optim"), [*zip(MODELS, [PROXIMAL, SCOPED, PROXIMAL], strict=True)]
 )
-def test_the_average_is_that_of_models_without_the_head(
-    framework: str, optim: dict[str, Any]
-) -> None:
+def test_the_average_is_that_of_models_without_the_head(framework: str, optim: Any) -> None:
     """Each client trains as declearn would alone; the others' clipped bodies are averaged."""
     server = made(framework)
     start = weights(server)
     shared, alone = [], []
-    for i in range(N):
+    for i in range(3):
         trained = manager(client(i), server, Aggregator.from_config(CLIPPED), **optim)
         # Keras and Haiku begin with the server's values of what it never sends.
-        assert {n: weights(trained.model)[n] for n in server.own} == {
-            n: start[n] for n in server.own
-        }
+        assert all(weights(trained.model)[n] == start[n] for n in server.own)
         reply = trained.training_round(request(server))
         assert isinstance(reply, TrainReply), reply
         shared.append(reply.updates)
@@ -194,9 +168,8 @@ def test_the_average_is_that_of_models_without_the_head(
         kept = {n: np.asarray(a, float) for n, a in body.coefs.items() if n not in server.own}
         clip = Aggregator.from_config(CLIPPED)
         alone.append(clip.prepare_for_sharing(updates=NumpyVector(kept), n_steps=3))
-    found, right = (
-        Aggregator.from_config(CLIPPED).finalize_updates(sum(x)) for x in (shared, alone)
-    )
+    clip = Aggregator.from_config(CLIPPED)
+    found, right = (clip.finalize_updates(sum(x)) for x in (shared, alone))
     assert found.coefs.keys() == right.coefs.keys()
     for name, array in right.coefs.items():
         np.testing.assert_allclose(np.asarray(found.coefs[name]), array, atol=1e-6)
@@ -237,8 +210,8 @@ def test_an_update_of_nan_leaves_own_layers_as_they_were(framework: str, tmp_pat
 
 
 @pytest.mark.parametrize("personal", ["head", ["head", "batchnorm"]])
-def test_own_layers_survive_a_restart_bit_for_bit(
-    tmp_path: Path, personal: Any, caplog: pytest.LogCaptureFixture
+def test_own_layers_survive_restarts_bit_for_bit(
+    tmp_path: Path, personal: Any, caplog: Any
 ) -> None:
     server = made("torch", personal)
 
@@ -253,14 +226,12 @@ def test_own_layers_survive_a_restart_bit_for_bit(
     again = started(tmp_path)
     for name in kept:
         assert weights(again.model)[name] == weights(trained.model)[name]
-    lost = started(None)
+    lost, file = started(None), tmp_path / "personal_layers.mpk"
     assert weights(lost.model) == weights(server)
     assert "personal layers are lost when the process ends" in caplog.text
     with pytest.raises(fedclip.StateError, match="belongs to another model"):
-        manager(
-            client(layers=tmp_path / "personal_layers.mpk"), PersonalModel(server.model, "body")
-        )
-    (tmp_path / "personal_layers.mpk").write_bytes(b"cut")
+        manager(client(layers=file), PersonalModel(server.model, "body"))
+    file.write_bytes(b"cut")
     with pytest.raises(fedclip.StateError, match="cannot be read as layers"):
         started(tmp_path)
 

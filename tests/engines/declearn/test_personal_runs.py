@@ -17,18 +17,11 @@ from fedclip import PersonalModel
 pytestmark = pytest.mark.slow
 
 PROXIMAL = {"lrate": 0.5, "w_decay": 0.001, "regularizers": [["fedprox", {"alpha": 0.1}]]}
+NOISE = {"max_epsilon": 8.0, "delta": 1e-2, "expected_clients": N, "noise_multiplier": 1.0}
 NOISED: dict[str, Any] = {
     "aggregator": "clipped-averaging",
     "client_opt": {**PROXIMAL, "modules": ["update-clip-client", "momentum"]},
-    "server_opt": {
-        "lrate": 1.0,
-        "modules": [
-            [
-                "update-clip-server",
-                {"max_epsilon": 8.0, "delta": 1e-2, "expected_clients": N, "noise_multiplier": 1.0},
-            ]
-        ],
-    },
+    "server_opt": {"lrate": 1.0, "modules": [["update-clip-server", NOISE]]},
 }
 
 

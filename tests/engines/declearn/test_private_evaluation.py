@@ -107,9 +107,8 @@ def test_an_audit_finds_the_faults_and_no_others(fault: str, monkeypatch: Any) -
     if fault == "clip left out":
         monkeypatch.setattr(evaluations.np, "clip", lambda array, low, high: array)
     if fault == "noise halved":
-        monkeypatch.setattr(
-            evaluations, "evaluation_noise", lambda z, k: evaluation_noise(z, k) / 2
-        )
+        less = lambda z, k: evaluation_noise(z, k) / 2  # noqa: E731
+        monkeypatch.setattr(evaluations, "evaluation_noise", less)
     worst = made.of_record(model, (np.full((1, 5), 1e3), np.array([0]), None))
     normals = insecure_normals(1)
 

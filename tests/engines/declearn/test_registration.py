@@ -238,12 +238,8 @@ def test_a_declearn_that_breaks_can_be_imported_again(tmp_path: Path) -> None:
 def test_public_names_are_those_that_type_checkers_see() -> None:
     tree = ast.parse(Path(fedclip.__file__).read_text())
     block = next(n for n in tree.body if isinstance(n, ast.If))
-    seen = {
-        alias.asname: node.module
-        for node in block.body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    seen = {alias.asname: node.module for node in imports for alias in node.names}
     assert seen == {name: f"fedclip.{home}" for name, home in fedclip._HOMES.items()}
     assert fedclip.__all__ == sorted([*seen, "__version__"])
     for name, home in seen.items():

@@ -49,8 +49,8 @@ def loaded(folder: Path) -> tuple[float, float]:
         *(("optimizer", how) for how in ("gone", "empty")),
     ],
 )
-def test_a_round_of_which_a_part_is_damaged_is_left_out(
-    folder: Path, kind: str, how: str, caplog: pytest.LogCaptureFixture
+def test_a_round_damaged_in_part_is_left_out(
+    folder: Path, kind: str, how: str, caplog: Any
 ) -> None:
     file = folder / f"{kind}_state_{NAMES[3]}.mpk"
     content = file.read_bytes()

@@ -58,10 +58,8 @@ def test_the_quickrun_example_goes_on_without_a_client(tmp_path: Path) -> None:
     for file in folder.glob("data/*/*.npy"):
         # scikit-learn's gradients are of one record after the other.
         np.save(file, np.load(file)[:100])
-    config = folder / "config.toml"
-    text = config.read_text().replace(
-        "port = 8765", f"port = {free_port()}\nkwargs = {{ min_replies = 2 }}"
-    )
+    config, network = folder / "config.toml", f"port = {free_port()}\nkwargs.min_replies = 2"
+    text = config.read_text().replace("port = 8765", network)
     config.write_text(text.replace("rounds = 5", "rounds = 3"))
     findings = check_config(config).findings
     assert {f.level for f in findings if f.level != "ok"} == {"note"}

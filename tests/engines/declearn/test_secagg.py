@@ -102,9 +102,7 @@ def test_plan_that_can_not_be(config: dict[str, Any], text: str) -> None:
         for dtype, size in (("float64", 1.0), ("float64", 0.7), ("float32", 1e5), ("float16", 3.0))
     ],
 )
-def test_values_at_the_edge_of_the_range_keep_their_sign(
-    kind: str, dtype: str, size: float
-) -> None:
+def test_values_at_the_edge_of_a_range_keep_their_sign(kind: str, dtype: str, size: float) -> None:
     """With 64 bits declearn's integers reach 2^64 there, and come round to 0."""
     edge = float(np.dtype(dtype).type(size))
     values = np.array([edge, -edge, edge / 2, 0.0, math.nextafter(edge, 0)], dtype=dtype)
@@ -191,9 +189,7 @@ def evaluation(loss: float, total: float, records: float) -> EvaluationReply:
         ),
     ],
 )
-def test_what_of_an_evaluation_a_secure_sum_does_not_hold(
-    reply: EvaluationReply, beyond: list[str], said: str
-) -> None:
+def test_what_of_an_evaluation_secure_sums_do_not_hold(reply: Any, beyond: Any, said: str) -> None:
     if not said:
         assert beyond_range(reply, 256.0) == beyond
     else:

@@ -30,14 +30,8 @@ BOUND = [("update-clip-server", {"start_norm": 1.0})]
 
 
 def reply(value: float, votes: Any = None) -> TrainReply:
-    updates = ClippedUpdates.from_dict(
-        {
-            "updates": NumpyVector({"w": np.array([value])}),
-            "n_clients": 1,
-            "n_clipped": 0,
-            "n_zeroed": 0,
-        }
-    )
+    counts = {"n_clients": 1, "n_clipped": 0, "n_zeroed": 0}
+    updates = ClippedUpdates.from_dict({"updates": NumpyVector({"w": np.array([value])}), **counts})
     sent = votes or {"n_clients": 1, "n_votes": 1, "n_within": 1}
     aux = {"update-clip": UpdateClipVotes.from_dict(sent)}
     return TrainReply(n_epoch=1, n_steps=1, t_spent=0.0, updates=updates, aux_var=aux)
@@ -103,9 +97,7 @@ SENT: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize(("kind", "place"), [(kind, i % 4) for i, kind in enumerate(SENT)])
-def test_what_is_no_vote_is_an_abstention_in_any_order(
-    kind: str, place: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_no_vote_is_an_abstention_in_any_order(kind: str, place: int, caplog: Any) -> None:
     """Two of the three others are within the bound; neither is lost, whoever replies first."""
     names = ["a", "b", "c"]
     replies = {name: reply(0.5) for name in names}

@@ -13,27 +13,14 @@ from typing import Any
 import federation_liars
 import numpy as np
 import pytest
-from declearn.aggregator import (
-    AveragingAggregator,
-    GradientMaskedAveraging,
-    ModelUpdates,
-    SumAggregator,
-)
+from declearn import aggregator, messaging
+from declearn.aggregator import AveragingAggregator, ModelUpdates
 from declearn.dataset import InMemoryDataset
 from declearn.fairness.core import FairnessInMemoryDataset
-from declearn.messaging import (
-    Error,
-    EvaluationReply,
-    EvaluationRequest,
-    FairnessSetupQuery,
-    GenericMessage,
-    MetadataQuery,
-    MetadataReply,
-    PrivacyReply,
-    TrainReply,
-)
+from declearn.messaging import Error, EvaluationReply, MetadataQuery, MetadataReply, TrainReply
 from declearn.model.sklearn import NumpyVector
-from hostile_server import SECRET, WORD, C, D, Wire, attack, init, leaks, model, policy, train
+from helpers import policy
+from hostile_server import SECRET, WORD, C, D, Wire, attack, init, leaks, model, train
 
 import fedclip
 from fedclip.engines.declearn.messages import ClippedUpdates, UpdateClipBound, UpdateClipVotes
@@ -41,7 +28,7 @@ from fedclip.engines.declearn.site import GatedNetwork
 from fedclip.site.gate import Gate
 from fedclip.site.policy import Policy
 
-EVALUATE = EvaluationRequest(1, None, {"batch_size": 8}, None, None)
+EVALUATE = messaging.EvaluationRequest(1, None, {"batch_size": 8}, None, None)
 
 
 def broken() -> InMemoryDataset:
@@ -56,10 +43,8 @@ def broken() -> InMemoryDataset:
 
 
 def groups() -> FairnessInMemoryDataset:
-    x, y = np.ones((9, D)), np.ones(9)
-    return FairnessInMemoryDataset(
-        x, s_attr=np.array([[WORD]] * 9), target=y, sensitive_target=False
-    )
+    of: Any = {"s_attr": np.array([[WORD]] * 9), "target": np.ones(9), "sensitive_target": False}
+    return FairnessInMemoryDataset(np.ones((9, D)), **of)
 
 
 class Stranger(AveragingAggregator):
@@ -72,7 +57,7 @@ class Stranger(AveragingAggregator):
 
 
 FAIRNESS = {"f_type": "accuracy_parity", "f_args": {}}
-CLIPPED = fedclip.ClippedAveraging()
+CLIPPED, MASKED = fedclip.ClippedAveraging(), aggregator.GradientMaskedAveraging()
 BOUND = {"update-clip": UpdateClipBound(1e9)}
 ATTACKS: dict[str, tuple[list[Any], dict[str, Any], str]] = {
     "a huge learning rate": ([init(lrate=1e9), train(), train(2)], {}, ""),
@@ -89,8 +74,8 @@ ATTACKS: dict[str, tuple[list[Any], dict[str, Any], str]] = {
     "evaluation": ([init(), EVALUATE], {}, ""),
     "metrics of arrays": ([init(metrics=["r2", "mae"]), EVALUATE], {}, ""),
     "weights by steps": ([init(aggregator=AveragingAggregator()), train()], {}, "no weights"),
-    "a sum": ([init(aggregator=SumAggregator()), train()], {}, "not SumAggregator"),
-    "masked gradients": ([init(aggregator=GradientMaskedAveraging()), train()], {}, "not Gradient"),
+    "a sum": ([init(aggregator=aggregator.SumAggregator()), train()], {}, "not SumAggregator"),
+    "masked gradients": ([init(aggregator=MASKED), train()], {}, "not Gradient"),
     "an aggregator of its own": ([init(aggregator=Stranger(False)), train()], {}, "not Stranger"),
     "auxiliary variables": ([init(["scaffold-client"]), train()], {}, "'scaffold-client' shares"),
     "shared statistics": (
@@ -106,7 +91,7 @@ ATTACKS: dict[str, tuple[list[Any], dict[str, Any], str]] = {
         "does not name",
     ),
     "fairness": (
-        [init(fairness=True), FairnessSetupQuery("fairgrad", FAIRNESS)],
+        [init(fairness=True), messaging.FairnessSetupQuery("fairgrad", FAIRNESS)],
         {"train_data": groups()},
         "FairnessGroups",
     ),
@@ -139,11 +124,8 @@ def test_another_version_gets_nothing(tmp_path: Path) -> None:
 def test_the_smallest_bound_wins_and_the_vote_is_about_the_servers(
     bound: float, norm: float, within: int, tmp_path: Path
 ) -> None:
-    script = [
-        init(["update-clip-client"], CLIPPED, lrate=1e-3),
-        train(aux={"update-clip": UpdateClipBound(bound)}),
-    ]
-    wire = attack(script, policy(tmp_path))
+    asked = train(aux={"update-clip": UpdateClipBound(bound)})
+    wire = attack([init(["update-clip-client"], CLIPPED, lrate=1e-3), asked], policy(tmp_path))
     assert wire.norms == pytest.approx([norm], rel=1e-6)
     (reply,) = wire.of(TrainReply)
     votes = reply.aux_var["update-clip"]
@@ -152,12 +134,7 @@ def test_the_smallest_bound_wins_and_the_vote_is_about_the_servers(
 
 def test_numbers_leave_by_name(tmp_path: Path) -> None:
     named = ["loss", "n_steps", "mae", "n_samples", "features_shape"]
-    script = [
-        MetadataQuery(["n_samples", "features_shape"]),
-        init(metrics=["mae"]),
-        train(),
-        EVALUATE,
-    ]
+    script = [MetadataQuery(named[3:]), init(metrics=["mae"]), train(), EVALUATE]
     wire = attack(script, policy(tmp_path, allow_metrics=named))
     assert wire.of(MetadataReply)[0].data_info == {"n_samples": 32, "features_shape": [D]}
     assert vars(wire.of(TrainReply)[0])["n_steps"] == 4
@@ -169,7 +146,7 @@ def test_numbers_leave_by_name(tmp_path: Path) -> None:
     assert {*reply.metrics} == {"mae", "loss"}
 
 
-class Unknown(PrivacyReply, register=False):
+class Unknown(messaging.PrivacyReply, register=False):
     def __init__(self) -> None:
         self.more = WORD
 
@@ -190,7 +167,7 @@ def test_whatever_a_client_would_send_the_policy_holds(rounds: int, tmp_path: Pa
         lambda: EvaluationReply(any_(), any_(), any_(), any_()),
         lambda: MetadataReply({"n_samples": any_()}),
         lambda: Error(rng.choice([WORD, any_()])),
-        lambda: GenericMessage(WORD, {"data": any_()}),
+        lambda: messaging.GenericMessage(WORD, {"data": any_()}),
         Unknown,
     ]
 

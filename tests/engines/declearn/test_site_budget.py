@@ -2,6 +2,7 @@
 """A site's budget in declearn, against servers that would spend more, and beside other parts."""
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from declearn.messaging import Error, InitReply, PrivacyReply, PrivacyRequest, TrainReply
 from declearn.secagg.utils import IdentityKeys
-from hostile_server import C, attack, data, init, leaks, policy, train
+from helpers import policy
+from hostile_server import C, attack, data, init, leaks, train
 
 import fedclip
 from fedclip.engines.declearn.messages import UpdateClipBound
@@ -59,11 +61,8 @@ def test_a_ledger_that_is_put_back_gives_a_running_process_nothing(tmp_path: Pat
     attack([init()], file)
     shutil.copy(ledger, kept)
 
-    def put_back() -> None:
-        shutil.copy(kept, ledger)
-
-    script = [init(), train(), train(2), put_back, train(3), ledger.unlink, train(4), train(5)]
-    wire = attack(script, file)
+    script: list[Any] = [init(), train(), train(2), partial(shutil.copy, kept, ledger), train(3)]
+    wire = attack([*script, ledger.unlink, train(4), train(5)], file)
     assert len(wire.updates) == 4
     assert wire.of(Error) == [Error(REFUSED)]
     # Between two processes it is not seen, as the docs say.
@@ -72,9 +71,7 @@ def test_a_ledger_that_is_put_back_gives_a_running_process_nothing(tmp_path: Pat
     assert len(attack(ROUNDS, file).updates) == 4
 
 
-def test_own_noise_goes_with_plain_averages_and_votes_of_it_do_not_leave(
-    tmp_path: Path, caplog: Any
-) -> None:
+def test_own_noise_goes_with_plain_averages_and_votes_stay(tmp_path: Path, caplog: Any) -> None:
     file = budget(tmp_path)
     asked = [init(["update-clip-client"], CLIPPED), train(aux=BOUND)]
     wire = attack(asked, file)

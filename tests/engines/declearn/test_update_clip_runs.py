@@ -165,9 +165,8 @@ def test_all_that_start_again_go_on_as_if_uninterrupted(tmp_path: Path) -> None:
     for name, weights in whole.result()["weights"].items():
         np.testing.assert_allclose(again.result()["weights"][name], weights, rtol=1e-9)
     for i in range(N):
-        after, wanted = (
-            json.loads((run.folder / f"client_{i}.json").read_text()) for run in (again, whole)
-        )
+        files = (run.folder / f"client_{i}.json" for run in (again, whole))
+        after, wanted = (json.loads(file.read_text()) for file in files)
         for name, state in wanted.items():
             assert_same(after[name], state)
         assert "ema-clip" in wanted

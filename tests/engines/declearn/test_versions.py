@@ -28,10 +28,7 @@ pytestmark = pytest.mark.usefixtures("no_round_left_open")
 def sent() -> dict[str, dict[str, Any]]:
     """Return what a server sends, as declearn packs it."""
     aux = Optimizer(lrate=1.0, modules=list(SERVER)).collect_aux_var()
-    return {
-        key: {"__type__": f"AuxVar>{KEYS[key]}", "dump": message.to_dict()}
-        for key, message in aux.items()
-    }
+    return {k: {"__type__": f"AuxVar>{KEYS[k]}", "dump": m.to_dict()} for k, m in aux.items()}
 
 
 def arrived(aux: dict[str, Any]) -> dict[str, Any]:
@@ -98,8 +95,8 @@ OTHERS: list[tuple[str, str, list[Any]]] = [
 
 
 @pytest.mark.parametrize(("key", "field", "values"), OTHERS)
-def test_a_field_that_is_missing_or_of_another_kind_is_told_where_the_server_hears_of_it(
-    key: str, field: str, values: list[Any]
+def test_a_field_that_is_missing_or_of_another_kind_is_told(
+    key: str, field: str, values: Any
 ) -> None:
     modules, aux = Optimizer(lrate=1.0, modules=list(CLIENT_MODULES)), sent()
     aux[key]["dump"]["fedclip"] = NEWER

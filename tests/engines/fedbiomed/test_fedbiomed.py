@@ -75,15 +75,9 @@ class Plan(TorchTrainingPlan):  # type: ignore[misc]
 
 def test_a_training_plan_clips_each_step(tmp_path: Path) -> None:
     plan = Plan()
-    arguments = TrainingArgs(
-        {
-            "loader_args": {"batch_size": 8},
-            "optimizer_args": {"lr": 1.0},
-            "num_updates": 1,
-            "log_interval": 1,
-        },
-        only_required=False,
-    )
+    given: Any = {"loader_args": {"batch_size": 8}, "optimizer_args": {"lr": 1.0}}
+    given |= {"num_updates": 1, "log_interval": 1}
+    arguments = TrainingArgs(given, only_required=False)
     plan.post_init(model_args={}, training_args=arguments)
     rng = torch.Generator().manual_seed(1)
     data = torch.utils.data.TensorDataset(
@@ -106,14 +100,9 @@ def test_with_declearn_28_what_needs_29_says_so() -> None:
         with pytest.raises(ImportError, match=rf"{name} needs declearn>=2.9.1,<2.10, and declearn"):
             getattr(fedclip, name)
     for words, code in ((["check", "x.toml"], 1), (["list"], 0), (["doctor"], 0)):
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-m", "fedclip", *words],
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        options: Any = {"capture_output": True, "text": True, "timeout": 300}
+        done = subprocess.run([sys.executable, "-Wignore", "-m", "fedclip", *words], **options)
         assert done.returncode == code, done.stderr
         assert "Traceback" not in done.stderr
-        assert (done.stdout + done.stderr).count("needs declearn>=2.9.1,<2.10") == (
-            words != ["list"]
-        )
+        told = (done.stdout + done.stderr).count("needs declearn>=2.9.1,<2.10")
+        assert told == (words != ["list"])

@@ -15,11 +15,7 @@ from flwr.app.metadata import Metadata
 from flwr.clientapp import ClientApp
 from flwr.common.serde import message_to_proto
 from flwr.supercore.constant import TaskType
-from flwr.supercore.inflatable.inflatable_object import (
-    get_all_nested_objects,
-    get_object_tree,
-    iterate_object_tree,
-)
+from flwr.supercore.inflatable import inflatable_object as objects
 from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 from flwr.supercore.object_store import ObjectStoreFactory
 from flwr.supercore.run import Run
@@ -63,15 +59,15 @@ class Link:
 
     def receive(self) -> Any:
         message = self.messages.pop(0)
-        self.objects |= get_all_nested_objects(message)
-        return message, get_object_tree(message)
+        self.objects |= objects.get_all_nested_objects(message)
+        return message, objects.get_object_tree(message)
 
     def send(self, message: Message, tree: Any, duration: float) -> Any:
         proto = message_to_proto(message)
         proto.ClearField("content")
         self.left += proto.SerializeToString() + tree.SerializeToString()
         self.durations.append(duration)
-        return {node.object_id for node in iterate_object_tree(tree)}, tree.object_id
+        return {node.object_id for node in objects.iterate_object_tree(tree)}, tree.object_id
 
     def push(self, run_id: int, session: str, name: str, content: bytes) -> None:
         self.left += content
@@ -97,10 +93,8 @@ class Node:
 
     def receive(self) -> Message:
         message, tree = self.connection[1]()
-        contents = {
-            node.object_id: self.connection[5](1, node.object_id)
-            for node in iterate_object_tree(tree)
-        }
+        parts = [node.object_id for node in objects.iterate_object_tree(tree)]
+        contents = {part: self.connection[5](1, part) for part in parts}
         received: Any = inflate_object_from_contents(tree.object_id, contents)
         received.metadata.__dict__["_message_id"] = message.metadata.message_id
         return received
@@ -176,10 +170,8 @@ def refusal(link: Link) -> Error:
     assert link.durations == [0.0]
     proto = message_to_proto(reply)
     proto.ClearField("metadata")
-    assert proto == message_to_proto(Message(REFUSAL, reply_to=asked())).__class__(
-        error=proto.error
-    )
-    assert get_object_tree(reply).children == []
+    assert proto == type(proto)(error=proto.error)
+    assert objects.get_object_tree(reply).children == []
     return reply.error
 
 

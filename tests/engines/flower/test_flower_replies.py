@@ -154,9 +154,8 @@ def test_local_noise_after_the_clip_is_refused_and_said(caplog: Any) -> None:
     w, strategy = outcome(Loop(FIVE, steady, mods=lambda node: [local(), UpdateClipMod()]))
     assert strategy.served.rounds[0]["refused"] == 5
     np.testing.assert_array_equal(w, 0.0)
-    assert (
-        "UpdateClipMod must be the first of the mods, before any such as LocalDpMod" in caplog.text
-    )
+    said = "UpdateClipMod must be the first of the mods, before any such as LocalDpMod"
+    assert said in caplog.text
     # The other way round, noise is a part of the update that is clipped.
     w, strategy = outcome(Loop(FIVE, steady, mods=lambda node: [UpdateClipMod(), local()]))
     assert strategy.served.rounds[0]["refused"] == 0
@@ -217,7 +216,7 @@ BOTH = {"arrays": record(ZEROS), "more": record(ZEROS)}
 
 
 @pytest.mark.parametrize(
-    ("content", "change", "mods", "why"),
+    ("given", "change", "mods", "why"),
     [
         ({"arrays": record(ZEROS)}, dict, 1, "no bound: put UpdateClipStrategy"),
         (None, dict, 2, "UpdateClipMod once into the mods"),
@@ -228,15 +227,9 @@ BOTH = {"arrays": record(ZEROS), "more": record(ZEROS)}
         (None, lambda m: {"arrays": record({**m, "v": m["w"]})}, 1, "not the model's"),
     ],
 )
-def test_what_can_not_be_clipped_is_not_sent(
-    content: Any, change: Any, mods: int, why: str
-) -> None:
-    given = sent(**ZEROS)
-    if content is BOTH:
-        given |= BOTH
-    elif content is not None:
-        given = dict(content)
-    reply = asked(given, app_of(change, mods))
+def test_what_can_not_be_clipped_is_not_sent(given: Any, change: Any, mods: int, why: str) -> None:
+    content = sent(**ZEROS) | BOTH if given is BOTH else given or sent(**ZEROS)
+    reply = asked(content, app_of(change, mods))
     assert reply.has_error()
     assert why in reply.error.reason
 
@@ -257,12 +250,8 @@ def test_apps_of_the_older_api_get_a_sentence() -> None:
     newer = ClientApp(mods=[UpdateClipMod(), secaggplus_mod])
     newer.train()(lambda message, context: message)
     legacy = {"fitins.parameters": record(ZEROS), "fitins.config": ConfigRecord()}
-    for reply in (
-        asked(sent(**ZEROS), older),
-        asked(sent(**ZEROS), newer),
-        asked(legacy, app_of(dict)),
-    ):
-        assert "are of Flower's older API" in reply.error.reason
+    for content, app in ((sent(**ZEROS), older), (sent(**ZEROS), newer), (legacy, app_of(dict))):
+        assert "are of Flower's older API" in asked(content, app).error.reason
 
 
 @pytest.mark.parametrize(

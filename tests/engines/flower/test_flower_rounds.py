@@ -123,9 +123,8 @@ def test_noise_ends_if_no_reply_of_the_first_round_can_be_used() -> None:
 
 def test_noise_on_running_statistics_is_refused_before_the_first_message() -> None:
     loop, model = Loop(TEN, directions(NORMS)), {**ZEROS, "bn.running_var": np.ones(3)}
-    with pytest.raises(
-        ValueError, match=r"bn\.running_var.*keep them at the clients.*use GroupNorm"
-    ):
+    why = r"bn\.running_var.*keep them at the clients.*use GroupNorm"
+    with pytest.raises(ValueError, match=why):
         loop.run(UpdateClipStrategy(FedAvg(), NOISE), model, 1)
     assert loop.asked == []
     loop.run(UpdateClipStrategy(FedAvg(), {}), model, 1)

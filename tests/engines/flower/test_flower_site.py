@@ -11,9 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from flower_site import NODE, federation, leaks, norm, policy, until
+from flower_site import NODE, federation, leaks, norm, until
+from helpers import policy
 from hostile.hostile.server_app import MODEL
 
+COUNTS = {"allow_metrics": ["num-examples"]}
 REFUSED = (6, "refused by this site, whose log says why")
 # All others are tried without a network, in test_flower_border.py.
 ASKED = ["huge", "mod", "twice", "metadata", "error", "code", "task"]
@@ -24,14 +26,13 @@ ASKED = ["huge", "mod", "twice", "metadata", "error", "code", "task"]
 )
 def test_what_a_hostile_app_sends_stays_in_the_site(isolation: str, tmp_path: Path) -> None:
     with federation(tmp_path) as running:
-        _, address = running.node(policy(tmp_path), "--isolation", isolation)
+        address = running.node(policy(tmp_path, **COUNTS), "--isolation", isolation)
         if isolation == "process":
-            running.start(
-                "apps", "flower-superexec", "--insecure", "--runtime-api-address", address
-            )
-        got = dict(zip(ASKED, running.run(*ASKED)(), strict=True))
-        assert b"num-examples" in running.left()
-        assert not leaks(running.left())
+            start = ("flower-superexec", "--insecure", "--runtime-api-address")
+            running.start("apps", *start, address)
+        got = dict(zip(ASKED, running.run(*ASKED), strict=True))
+        assert b"num-examples" in running.sent
+        assert not leaks(bytes(running.sent))
     assert norm(got["huge"]["arrays"]) == pytest.approx(0.5, rel=1e-5)
     assert got["huge"]["metrics"] == {"num-examples": 8}
     mod = got.pop("mod")
@@ -58,9 +59,9 @@ def targets(outside: socket.socket, *files: Path) -> str:
 @pytest.mark.soak
 def test_an_app_in_a_subprocess_reaches_all(tmp_path: Path) -> None:
     with federation(tmp_path) as running, socket.create_server(("0.0.0.0", 0)) as outside:
-        rules = policy(tmp_path)
+        rules = policy(tmp_path, **COUNTS)
         running.node(rules)
-        (got,) = running.run("reach", targets=targets(outside, rules))()
+        (got,) = running.run("reach", targets=targets(outside, rules))
     assert got["metrics"]["num-examples"] >= 2
 
 
@@ -84,7 +85,7 @@ def test_an_app_in_a_network_of_its_own_reaches_nothing(tmp_path: Path) -> None:
     lines = [shlex.split(line) for line in re.findall(r"^\$ (.*)$", page, re.MULTILINE)]
     _, add_user, *network, start, apps = lines
     assert add_user[0] == "useradd"
-    rules = policy(tmp_path)
+    rules = policy(tmp_path, **COUNTS)
     rules.chmod(0)
     (tmp_path / "apps").mkdir()
     try:
@@ -98,7 +99,7 @@ def test_an_app_in_a_network_of_its_own_reaches_nothing(tmp_path: Path) -> None:
             running.start("apps", str(shutil.which(apps[0])), *apps[1:])
             reached = targets(outside, rules)
             kept = " ".join(one for one in reached.split() if not one.startswith(net))
-            (got,) = running.run("reach", targets=f"{kept} {link[1]}")()
+            (got,) = running.run("reach", targets=f"{kept} {link[1]}")
     finally:
         subprocess.run(["ip", "netns", "delete", f"{name}a"], check=True)
     assert got["metrics"] == {"num-examples": 0}, running.log("apps")

@@ -38,13 +38,13 @@ def inner(name: str) -> Strategy:
     return found
 
 
+def measured(node: int) -> dict[str, Any]:
+    return {"num-examples": 10 * node, "train_loss": 0.5}
+
+
 @pytest.mark.parametrize("name", [name for name in STRATEGIES if name != "QFedAvg"])
 def test_a_round_that_is_withheld_leaves_the_model_alone(name: str) -> None:
-    loop = Loop(
-        TEN,
-        directions(np.ones(10)),
-        metrics=lambda node: {"num-examples": 10 * node, "train_loss": 0.5},
-    )
+    loop = Loop(TEN, directions(np.ones(10)), metrics=measured)
     # Without start_norm and with noise, the first round only counts votes.
     noise = {"noise_multiplier": 0.1, "bits_noise": 0.1, "expected_clients": 10}
     strategy = UpdateClipStrategy(inner(name), noise)
@@ -57,16 +57,12 @@ def test_a_round_that_is_withheld_leaves_the_model_alone(name: str) -> None:
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_strategy_gets_the_average_whatever_its_weights(name: str) -> None:
-    floats = {
-        "w": np.zeros(SIZE, np.float32),
-        "half": np.zeros(4, np.float16),
-        "one": np.array(0.0),
-    }
+    floats = {"w": np.zeros(SIZE, "f4"), "half": np.zeros(4, "f2"), "one": np.array(0.0)}
     model, random = {**floats, "n": np.array(7)}, directions(NORMS)
     loop = Loop(
         TEN,
         lambda node, round_: {**random(node, round_), "half": np.full(4, 0.01), "one": 0.1},
-        metrics=lambda node: {"num-examples": 10 * node, "train_loss": 0.5},
+        metrics=measured,
     )
     strategy = UpdateClipStrategy(inner(name), {"start_norm": 1.0})
     found, _ = loop.run(strategy, model, 1)
@@ -175,12 +171,8 @@ def test_a_strategy_that_sends_two_records_is_refused_before_it_does() -> None:
 
 
 def test_settings_come_from_the_run_configuration() -> None:
-    config = {
-        "num-server-rounds": 3,
-        "update-clip.start-norm": 0.5,
-        "update-clip.weights.17": 2.0,
-        "update-clip.weights.18": 1.0,
-    }
+    weights = {"update-clip.weights.17": 2.0, "update-clip.weights.18": 1.0}
+    config = {"num-server-rounds": 3, "update-clip.start-norm": 0.5, **weights}
     strategy = UpdateClipStrategy.from_run_config(FedAvg(), config)
     assert strategy.server.bound.bound == 0.5
     assert strategy.server.aggregation.shares.table == {"17": 2.0, "18": 1.0}
@@ -201,15 +193,10 @@ def test_settings_that_nobody_would_read_stop_the_start(table: str, key: str, ri
     config = {**OUTSIDE, name: 1.0} | ({"update-clip.quantile": 0.6} if right else {})
     with pytest.raises(ValueError, match=re.escape(f"nobody reads {name!r}: write update-clip.")):
         UpdateClipStrategy.from_run_config(FedAvg(), config)
-    given = dict(
-        UpdateClipStrategy(FedAvg(), {})
-        .configure_train(1, record(ZEROS), ConfigRecord(), Loop([1, 2], directions(NORMS)))[0]
-        .content
-    )
-    context, message = (
-        Context(1, 1, {}, RecordDict(), config),
-        Message(RecordDict(given), 1, "train"),
-    )
+    strategy, loop = UpdateClipStrategy(FedAvg(), {}), Loop([1, 2], directions(NORMS))
+    asked = strategy.configure_train(1, record(ZEROS), ConfigRecord(), loop)
+    message = Message(RecordDict({**asked[0].content}), 1, "train")
+    context = Context(1, 1, {}, RecordDict(), config)
     reply = UpdateClipMod()(message, context, lambda *_: pytest.fail("trained"))
     assert "nobody reads" in reply.error.reason
 

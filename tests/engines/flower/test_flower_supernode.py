@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from flower_site import policy
 from flwr.supernode import start_client_internal
+from helpers import policy
 from typer.testing import CliRunner
 
 from fedclip.cli.main import app
@@ -33,16 +33,13 @@ def as_installed(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 )
 def test_another_flwr_is_refused(as_installed: pytest.MonkeyPatch, name: str, value: Any) -> None:
     as_installed.setattr(supernode, name, value)
-    with pytest.raises(
-        RuntimeError, match=r"flwr 1\.41\.0 or 1\.42\.0 from PyPI, and .* or changed: run pip"
-    ):
+    known = r"flwr 1\.41\.0 or 1\.42\.0 from PyPI, and .* or changed: run pip"
+    with pytest.raises(RuntimeError, match=known):
         supernode._check()
 
 
 @pytest.mark.parametrize("file", ["supercore/servicer/runtime/runtime_handlers.py", "new.py"])
-def test_any_file_of_flwr_that_was_changed_is_noticed(
-    as_installed: pytest.MonkeyPatch, file: str, tmp_path: Path
-) -> None:
+def test_a_changed_file_of_flwr_is_noticed(as_installed: Any, file: str, tmp_path: Path) -> None:
     root = Path(str(supernode.flwr.__file__)).parent
     copy = shutil.copytree(root, tmp_path / "flwr", ignore=shutil.ignore_patterns("__pycache__"))
     as_installed.setattr(supernode.flwr, "__file__", str(copy / "__init__.py"))

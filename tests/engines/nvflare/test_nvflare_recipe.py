@@ -51,10 +51,8 @@ def test_a_job_gets_its_parts_and_no_copy_of_fedclip(tmp_path: Path) -> None:
     job = recipe()
     add_update_clipping(job, folder="/srv/spent", **settings)
     job.export(str(tmp_path))
-    server, client = (
-        json.loads((tmp_path / f"job/app/config/config_fed_{side}.json").read_text())
-        for side in ("server", "client")
-    )
+    files = (tmp_path / f"job/app/config/config_fed_{side}.json" for side in ("server", "client"))
+    server, client = (json.loads(file.read_text()) for file in files)
     closes = server["workflows"][0]["args"]["aggregator"]
     (sends,), (receives,) = server["task_data_filters"], client["task_data_filters"]
     (clips,) = client["task_result_filters"]
@@ -108,9 +106,7 @@ def test_the_page_shows_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
-def test_what_can_not_be_clipped_is_refused(
-    given: dict[str, Any], settings: dict[str, Any], told: str
-) -> None:
+def test_what_can_not_be_clipped_is_refused(given: Any, settings: Any, told: str) -> None:
     with pytest.raises((TypeError, ValueError), match=told):
         add_update_clipping(recipe(**given), **settings)
     other = FedAvgLrRecipe(min_clients=2, num_features=2, train_script=SCRIPT)

@@ -29,9 +29,8 @@ def updates(round_: int, clients: int = 9) -> dict[str, dict[str, Any]]:
     lengths = rng.lognormal(0.0, 0.3, size=clients)
     rows = rng.normal(size=(clients, 12))
     rows *= (lengths / np.linalg.norm(rows, axis=1))[:, None]
-    return {
-        f"site-{i + 1}": {"a": row[:4], "b": row[4:].astype("f4")} for i, row in enumerate(rows)
-    }
+    both = ({"a": row[:4], "b": row[4:].astype("f4")} for row in rows)
+    return {f"site-{i}": update for i, update in enumerate(both, 1)}
 
 
 @pytest.mark.parametrize(
@@ -79,9 +78,7 @@ def test_rounds_are_those_of_the_core(settings: dict[str, Any], tmp_path: Path) 
 
 
 @pytest.mark.parametrize("kind", [DataKind.WEIGHT_DIFF, DataKind.WEIGHTS])
-def test_a_missing_filter_counts_as_zero_and_is_named(
-    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_missing_filter_is_zero_and_is_named(kind: str, tmp_path: Path, caplog: Any) -> None:
     ours = Federation(tmp_path, start_norm=1.0)
     ours.closing.reset_stats()
     for name in ("site-1", "site-2"):
@@ -201,9 +198,7 @@ def test_noise_on_running_statistics_ends_the_job_before_the_first_task(tmp_path
     assert noised.aborted.triggered
 
 
-def test_the_folder_of_a_job_is_one_without_a_folder(
-    tmp_path: Path, monkeypatch: Any, caplog: Any
-) -> None:
+def test_without_a_folder_the_jobs_is_taken(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     ours = Federation(tmp_path, start_norm=1.0, **NOISE)
     ours.closing.folder = None
     monkeypatch.setattr(ours.closing, "_run", lambda: tmp_path)

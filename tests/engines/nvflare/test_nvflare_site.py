@@ -60,10 +60,8 @@ class Site:
     def _fresh(self) -> None:
         """Begin a task, as NVFlare does: with a context of its own."""
         self.context = contexts("site-1").new_context()
-        runner = SimpleNamespace(
-            task_result_filters=self.tables if any(self.tables.values()) else {},
-            find_executor=lambda name: self.executor,
-        )
+        tables = self.tables if any(self.tables.values()) else {}
+        runner = SimpleNamespace(task_result_filters=tables, find_executor=lambda _: self.executor)
         for name, value in (
             (FLContextKey.RUNNER, runner),
             (FLContextKey.WORKSPACE_ROOT, str(self.folder)),
@@ -75,9 +73,8 @@ class Site:
 
     def receives(self, sent: Shareable) -> Shareable:
         self._fresh()
-        self.arrived = apply_filters(
-            "task_data_filters", sent, self.context, {}, "train", FilterKey.IN
-        )
+        kind = "task_data_filters"
+        self.arrived = apply_filters(kind, sent, self.context, {}, "train", FilterKey.IN)
         return self.arrived
 
     def sends(self, reply: Any) -> Shareable:
@@ -128,16 +125,9 @@ def norm(arrays: dict[str, Any]) -> float:
 
 
 def everything(kind: str, data: Any) -> Shareable:
-    reply = DXO(
-        kind,
-        data=data,
-        meta={
-            MetaKey.NUM_STEPS_CURRENT_ROUND: 7,
-            MetaKey.INITIAL_METRICS: {"accuracy": 0.5, SECRET: 1.0, "note": SECRET},
-            SECRET: 3,
-            "accuracy": SECRET,
-        },
-    ).to_shareable()
+    meta: Any = {MetaKey.NUM_STEPS_CURRENT_ROUND: 7, SECRET: 3, "accuracy": SECRET}
+    meta[MetaKey.INITIAL_METRICS] = {"accuracy": 0.5, SECRET: 1.0, "note": SECRET}
+    reply = DXO(kind, data=data, meta=meta).to_shareable()
     reply[SECRET] = reply["more"] = SECRET
     reply.set_header("more", SECRET)
     reply.set_header(SECRET, 1)
@@ -151,10 +141,8 @@ def test_a_difference_is_clipped_and_the_rest_stays(tmp_path: Path) -> None:
     assert norm(dxo.data) == pytest.approx(0.5, rel=1e-6)
     assert norm(dxo.data) <= 0.5
     assert dxo.data_kind == DataKind.WEIGHT_DIFF
-    assert dxo.meta == {
-        MetaKey.NUM_STEPS_CURRENT_ROUND: 7,
-        MetaKey.INITIAL_METRICS: {"accuracy": 0.5},
-    }
+    steps = {MetaKey.NUM_STEPS_CURRENT_ROUND: 7}
+    assert dxo.meta == {**steps, MetaKey.INITIAL_METRICS: {"accuracy": 0.5}}
     fresh = DXO(DataKind.WEIGHT_DIFF, data=dxo.data, meta=dxo.meta).to_shareable()
     fresh.set_cookie_jar({"round": {"number": 3}})
     assert fobs.dumps(left) == fobs.dumps(wire(fresh))
@@ -232,9 +220,7 @@ def test_any_two_refusals_are_the_same_bytes(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sees", [True, False])
-def test_an_update_of_no_known_model_does_not_leave(
-    sees: bool, tmp_path: Path, caplog: Any
-) -> None:
+def test_an_update_of_no_known_model_is_refused(sees: bool, tmp_path: Path, caplog: Any) -> None:
     site = Site(tmp_path, sees=sees)
     site.receives(Shareable())
     assert site.leaves(result(MODEL)).get_return_code() == ReturnCode.TASK_RESULT_FILTER_ERROR

@@ -8,16 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from flwr.app import (
-    Array,
-    ArrayRecord,
-    ConfigRecord,
-    Context,
-    Error,
-    Message,
-    MetricRecord,
-    RecordDict,
-)
+from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.proto.runtime_pb2 import CreateTaskRequest
 from flwr.supernode.runtime.run_clientapp import push_message
@@ -140,16 +131,14 @@ ATTACKS: dict[str, Callable[[Arrays], RecordDict]] = {
 @app.train()
 @app.evaluate()
 @app.query()
-def attack(message: Message, context: Context) -> Message:
+def attack(message: Message, context: Any) -> Message:
     name = str(message.content["config"]["attack"])
     arrays = {key: array.numpy() for key, array in message.content["arrays"].items()}
     if name == "code":
         return Message(Error(int.from_bytes(BYTES[:7].tobytes()), SECRET), reply_to=message)
     if name == "reach":
-        count = reached(str(context.run_config["targets"]))
-        return Message(
-            trained(arrays, metrics=MetricRecord({"num-examples": count})), reply_to=message
-        )
+        count = MetricRecord({"num-examples": reached(str(context.run_config["targets"]))})
+        return Message(trained(arrays, metrics=count), reply_to=message)
     if name in ("twice", "metadata"):
         reply = Message(trained({**arrays, "w": arrays["w"] * 1000}), reply_to=message)
         reply.metadata.group_id = SECRET
