@@ -287,8 +287,7 @@ def test_server_and_clients_as_the_readme_starts_them(tmp_path: Path) -> None:
             node.kill()
     assert len((project / "results" / "server" / "metrics.csv").read_text().splitlines()) == 3
     # A site has the weights, too.
-    words = ["example-east.csv", "--run", "results/east", "--best"]
-    ended(project / "predict.py", *words, **there)
+    ended(project / "predict.py", "example-east.csv", "--run", "results/east", "--best", **there)
     assert call("privacy", "spent", project / "data").stdout.count("one person\n") == 3
     # Without TLS, only this machine is served.
     done = ended(project / "server.py", "--host", "0.0.0.0", well=False, **there)

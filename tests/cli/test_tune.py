@@ -152,8 +152,7 @@ def test_runs_go_on_where_they_stopped(config: Path, monkeypatch: pytest.MonkeyP
     call(*words, "--nodes")
     assert commands == {"simulate", "quickrun"}
     monkeypatch.setattr(Ranking, "winner", "max_norm=3.0")
-    done = call(*words, "--write")
-    assert "wrote max_norm=3.0" in done.stdout
+    assert "wrote max_norm=3.0" in call(*words, "--write").stdout
     assert "{max_norm = 3.0}" in config.read_text().replace("{ ", "{").replace(" }", "}")
 
 

@@ -42,8 +42,7 @@ def test_float32_never_above_the_limit() -> None:
     for _ in range(500):
         arrays = {"w": rng.normal(size=rng.integers(1, 3000)).astype("float32")}
         if norm(arrays) > 0.5:
-            out = NormClip(0.5).run(to_vector(arrays)).coefs
-            assert 0.5 * (1 - 2e-6) <= norm(out) <= 0.5
+            assert 0.5 * (1 - 2e-6) <= norm(NormClip(0.5).run(to_vector(arrays)).coefs) <= 0.5
 
 
 def test_norm_equal_to_the_limit_is_not_clipped() -> None:
@@ -138,10 +137,9 @@ def test_subnormals_of_one_dtype_leave_no_more_to_the_others_of_a_group(framewor
     size = 1000
     for share in np.linspace(0.3, 0.7, 12):
         half = np.full(size, share / math.sqrt(size)).astype(np.float16)
-        rest = math.sqrt(1.0 - norm({"h": half}) ** 2)
         # Where products of `half` lie above the middle of two of its numbers, all are rounded up
         # together.
-        arrays = {"h": half, "w": np.array([rest], np.float32)}
+        arrays = {"h": half, "w": np.array([math.sqrt(1.0 - norm({"h": half}) ** 2)], np.float32)}
         assert norm(on_device(NormClip(1e-3), arrays, framework)) <= 1e-3
 
 
@@ -175,8 +173,7 @@ def long_norm(values: Any) -> float:
 
 def hard(size: int, dtype: str) -> Iterator[np.ndarray]:
     """Yield arrays of which many kinds of sums lose many digits, to one side."""
-    rng = np.random.default_rng(size)
-    for value in rng.uniform(0.5, 1, 12):
+    for value in np.random.default_rng(size).uniform(0.5, 1, 12):
         yield np.full(size, value)
     for many in (1, 8, 32, 128):
         squares = np.full(size, TIE[dtype])
@@ -202,8 +199,7 @@ def fractal(size: int, width: int, tie: float) -> np.ndarray:
 
 def assert_bound(clip: Callable[[np.ndarray], Any], size: int, dtype: str) -> None:
     for values in hard(size, dtype):
-        given = values.astype(dtype)
-        found = long_norm(np.asarray(clip(given)))
+        found = long_norm(np.asarray(clip(values.astype(dtype))))
         assert found <= LIMIT
         # And the limit is used up, but for the margin.
         assert found >= LIMIT * (1 - 1.5e-6)

@@ -292,8 +292,7 @@ def test_what_learns_in_python_refuses_recorded_gradients(clipper: Any) -> None:
 
 
 def test_torch_refuses_what_has_no_second_derivative() -> None:
-    torch = require("torch")
-    sparse = torch.eye(2).to_sparse()
+    sparse = require("torch").eye(2).to_sparse()
     pure = pure_clipping(NormClip(1.0))
     state = pure.init({"w": sparse})
     pure.update({"w": sparse}, state)

@@ -184,8 +184,7 @@ def test_no_step_waits_for_the_device(name):
 
 @on_cuda
 def test_devices_may_be_mixed():
-    gradient = {"a": torch.tensor([3.0], device="cuda"), "b": torch.tensor([4.0])}
-    out = NormClip(1.0).clip(gradient)
+    out = NormClip(1.0).clip({"a": torch.tensor([3.0], device="cuda"), "b": torch.tensor([4.0])})
     assert (out["a"].is_cuda, out["b"].is_cuda) == (True, False)
     assert [*map(float, out.values())] == pytest.approx([0.6, 0.8], rel=3e-6)
 

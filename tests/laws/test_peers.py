@@ -116,8 +116,7 @@ def test_adaptive_bound(record: dict[str, Any]) -> None:
     bound = record["config"]["initial"]
     for count, after in zip(data["unclipped"], data["bound"], strict=True):
         for sample in range(size):
-            norm = bound * (0.5 if sample < count else 2.0)
-            clipper.run(to_vector({"w": np.array([norm])}))
+            clipper.run(to_vector({"w": np.array([bound * (0.5 if sample < count else 2.0)])}))
             assert clipper.last.limit == pytest.approx((bound,), rel=1e-9)
         bound = after
 

@@ -137,8 +137,7 @@ def test_only_the_diameter_bounds_an_aggregate_that_is_normalised() -> None:
     assert found.sensitivity("add-remove", "aggregate", 0.0) == 0.0
     x = 1e-7 * np.ones(D)
     # A sensitivity of 2e-6 has become one of 2.
-    apart = norm(once("normalize", x) - once("normalize", -x))
-    assert 2.0 * (1 - 1e-5) <= apart <= 2.0
+    assert 2.0 * (1 - 1e-5) <= norm(once("normalize", x) - once("normalize", -x)) <= 2.0
 
 
 UNBOUNDED = [

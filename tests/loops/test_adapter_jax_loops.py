@@ -63,8 +63,7 @@ def test_nnx_modules_show_one_name_for_a_variable_and_its_array():
     optimizer = nnx.Optimizer(model, as_optax(clipper), wrt=nnx.Param)
     before = jax.tree.structure(optimizer.opt_state)
     for _ in range(3):
-        gradients = nnx.grad(lambda m: jnp.sum(m(jnp.ones((4, 3))) ** 2))(model)
-        optimizer.update(model, gradients)
+        optimizer.update(model, nnx.grad(lambda m: jnp.sum(m(jnp.ones((4, 3))) ** 2))(model))
     assert jax.tree.structure(optimizer.opt_state) == before
     params = nnx.state(model, nnx.Param)
     assert metrics(clipper, optimizer.opt_state, params)["round/steps"] == 3

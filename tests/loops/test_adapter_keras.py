@@ -104,8 +104,7 @@ def test_a_loss_scale_may_be_inside_or_outside(place):
     close(trained(optimizer, scale=64.0), expected)
     # A step that the loss scale skips teaches the clipper nothing.
     before = clipped.metrics()
-    bad = [g * float("nan") for g in next(stream())]
-    optimizer.apply(bad, optimizer._trainable_variables)
+    optimizer.apply([g * float("nan") for g in next(stream())], optimizer._trainable_variables)
     assert clipped.metrics() == before
     assert before["round/steps"] == 7
     last = np.concatenate([np.ravel(g) for g in list(stream())[-1]])
@@ -197,8 +196,7 @@ def test_fit_does_what_keras_own_clip_does(options, jit):
         pytest.skip("torch.compile is tried by the tests of torch")
     clipped = model(norm_clipped(optimizers.Adam(0.01, **options)), jit_compile=jit)
     plain = model(optimizers.Adam(0.01, global_clipnorm=0.1, **options), jit_compile=jit)
-    losses = [fit(net, 2)["loss"] for net in (clipped, plain)]
-    np.testing.assert_allclose(*losses, rtol=1e-5)
+    np.testing.assert_allclose(*[fit(net, 2)["loss"] for net in (clipped, plain)], rtol=1e-5)
     close(clipped.get_weights(), plain.get_weights())
 
 

@@ -89,8 +89,7 @@ def test_schedulefree():
         for end, loop in (("", by_turns), ("Closure", by_closure)):
             make = getattr(package, f"{kind}ScheduleFree{end}")
             clips_and_comes_back(lambda m, make=make: make(m.parameters(), lr=0.01), loop)
-    wrap = package.ScheduleFreeWrapper
-    clips_and_comes_back(lambda m: wrap(SGD(m.parameters(), lr=0.01)), once)
+    clips_and_comes_back(lambda m: package.ScheduleFreeWrapper(SGD(m.parameters(), lr=0.01)), once)
 
 
 def test_each_of_pytorch_optimizer():

@@ -137,8 +137,7 @@ def keras_optimizer(clipper: Any) -> Loop:
         for variable, weight in zip(variables, WEIGHTS.values(), strict=True):
             variable.assign(weight)
         optimizer.apply([*map(keras.ops.convert_to_tensor, gradient.values())], variables)
-        pairs = zip(WEIGHTS.items(), variables, strict=True)
-        return {n: w - v.numpy() for (n, w), v in pairs}
+        return {n: w - v.numpy() for (n, w), v in zip(WEIGHTS.items(), variables, strict=True)}
 
     return loop_of(step, optimizer)
 

@@ -125,8 +125,7 @@ def test_what_somebody_holds_does_not_change(framework: str, holder: str) -> Non
 @each_framework()
 def test_memory_is_used_again_once_nobody_holds_it(framework: str) -> None:
     clip = NormClip(1.0)
-    found = {address(np.asarray(clipped(clip, seed, framework))) for seed in range(5)}
-    assert len(found) == 1
+    assert len({address(np.asarray(clipped(clip, seed, framework))) for seed in range(5)}) == 1
 
 
 @pytest.mark.parametrize("kind", [NormClip, ValueClip, Centralize])

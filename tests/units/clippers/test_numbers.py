@@ -159,5 +159,4 @@ def test_a_function_is_never_written_down() -> None:
     for write in (clip.get_config, lambda: to_toml(clip)):
         with pytest.raises(TypeError, match="own-limit holds a function"):
             write()
-    again = pickle.loads(pickle.dumps(clip))
-    assert again.observe(1.0).limit == (math.inf,)
+    assert pickle.loads(pickle.dumps(clip)).observe(1.0).limit == (math.inf,)

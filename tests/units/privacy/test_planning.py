@@ -68,8 +68,7 @@ def test_what_a_plan_says_of_secure_sums_is_enough_for_them(values: str, said: s
     optim = tomllib.loads("\n".join(found["toml"]))["optim"]
     (client,), (server,) = (optim[side]["modules"] for side in ("client_opt", "server_opt"))
     assert UpdateClipServer(**server[1]).rounds_left() == 100
-    noise = UpdateClipClient(**client[1]).noise
-    assert noise == UpdateClipServer(**server[1]).site.get_config()
+    assert UpdateClipClient(**client[1]).noise == UpdateClipServer(**server[1]).site.get_config()
     numbers = re.search(r"clipval = (\S+) times max_norm, and bitsize (.*)", text)
     assert numbers[2] == said
     dtype = np.dtype(said.split()[-1].rstrip(")"))

@@ -47,8 +47,7 @@ use_csprng = true
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     write_sites(tmp_path, dict.fromkeys("abc", 100), valid=50, features=100)
     seeded(monkeypatch.setattr)
-    budget = "fedclip.updates.noise.secure_normals"
-    monkeypatch.setattr(budget, insecure_normals(1))
+    monkeypatch.setattr("fedclip.updates.noise.secure_normals", insecure_normals(1))
     return partial(write_config, tmp_path / "config.toml")
 
 

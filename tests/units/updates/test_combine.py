@@ -13,7 +13,7 @@ from declearn.communication import NetworkServerConfig
 from declearn.messaging import TrainReply
 from declearn.model.sklearn import NumpyVector
 from federation_helpers import Server, norm
-from helpers import each_framework, needs
+from helpers import each_framework
 from laws.test_dtype_shape import dense_values, indexed_slices, sparse_coo
 
 from fedclip.engines.declearn.messages import ClippedUpdates, UpdateClipVotes
@@ -79,7 +79,6 @@ def test_they_are_what_their_papers_say(kind: str) -> None:
 def test_arrays_of_each_framework_and_dtype(framework: str, dtype: str, monkeypatch: Any) -> None:
     if (framework, dtype) == ("numpy", "bfloat16"):
         pytest.skip("NumPy has no bfloat16")
-    needs(framework)
     monkeypatch.setattr(trimmed, "_TABLE", 35)  # seven coordinates at a time
     rng = np.random.default_rng(1)
     given = [
@@ -100,8 +99,7 @@ def test_arrays_of_each_framework_and_dtype(framework: str, dtype: str, monkeypa
 
 
 def pull(kind: str, n: int, f: int) -> float:
-    text = Combining(kind, f).pull
-    return float(eval(text, {"n": n}))
+    return float(eval(Combining(kind, f).pull, {"n": n}))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -183,6 +181,5 @@ def test_a_server_refuses_before_the_first_round(secagg: Any, aggregator: Any, t
     network: Any = NetworkServerConfig("fedclip-websockets", "127.0.0.1", 8765).build_server()
     network.handler.registered_clients |= {name: name for name in "abc"}
     within = Aggregator.from_config({"name": "clipped-averaging", "max_norm": 1.0, **aggregator})
-    request = SimpleNamespace(secagg=secagg, metrics=[], fairness=False, aggrg=within)
     with pytest.raises(RuntimeError, match=text):
-        network._begin(request)
+        network._begin(SimpleNamespace(secagg=secagg, metrics=[], fairness=False, aggrg=within))

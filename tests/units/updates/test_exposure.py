@@ -294,7 +294,6 @@ def test_what_voids_a_promise_is_said(check: Any, added: Any, level: str, words:
 
 
 def test_where_nothing_is_wrong_none_of_it_is_said(check: Any) -> None:
-    bounded = '{name = "clipped-averaging", max_norm = 1.0}'
     for found in (
         central(check, client=', "zscore-clip"'),
         central(check, noise=sized("noise_multiplier = 1e308")),
@@ -309,7 +308,7 @@ def test_where_nothing_is_wrong_none_of_it_is_said(check: Any) -> None:
         check('modules = ["norm-clip", "adam"]'),
         check('regularizers = ["agc"]'),
         check(**noisy("{std = 5.0}")),
-        check(server=NOISE_ALONE, aggregator=bounded),
+        check(server=NOISE_ALONE, aggregator='{name = "clipped-averaging", max_norm = 1.0}'),
         check(**sharing(', shared_name = "a"', NAMED.format("zscore"))),
         check(**updates()),
         check(**in_integers(64)),

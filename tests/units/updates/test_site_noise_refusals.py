@@ -67,9 +67,8 @@ def test_a_server_that_expects_other_noise_is_refused(
 ) -> None:
     aux = server_with(**server).start()
     aux["update-clip"] = replace(aux["update-clip"], **sent)
-    clients = Clients(1, [("update-clip-client", {"noise": table})], CLIPPED)
     with pytest.raises(ValueError, match=text):
-        clients.round(0, aux, np.zeros(3))
+        Clients(1, [("update-clip-client", {"noise": table})], CLIPPED).round(0, aux, np.zeros(3))
 
 
 @pytest.mark.parametrize(

@@ -243,8 +243,7 @@ def test_a_noised_average_of_whoever_replies_is_the_sum_by_hand() -> None:
 
 def budget_of(relation: str = "add-remove", noise_multiplier: float = 1.0, **config: Any) -> Budget:
     given = {"bits_noise": 0.6, "max_epsilon": None, **config}
-    accountant = Accountant(1e-5, relation)
-    return Budget(noise_multiplier, 4, accountant, draws_of("insecure", 3), **given)
+    return Budget(noise_multiplier, 4, Accountant(1e-5, relation), draws_of("insecure", 3), **given)
 
 
 @pytest.mark.parametrize(("rounds", "relation"), [(1, "add-remove"), (3, "replace-one")])
@@ -286,8 +285,7 @@ def test_sparse_updates_are_clipped_and_averaged() -> None:
     exact = shared["emb"].double().to_dense()
     assert torch.linalg.vector_norm(exact) <= 0.1 * (1 + 1e-12)
     assert not clipping.limits.excess(shared, 0.1)
-    average = averaged([shared, shared], 2, [1.0, 1.0])["emb"]
-    np.testing.assert_allclose(average, exact, rtol=2e-3)
+    np.testing.assert_allclose(averaged([shared, shared], 2, [1.0, 1.0])["emb"], exact, rtol=2e-3)
 
 
 @pytest.mark.slow

@@ -121,14 +121,13 @@ def test_the_core_and_the_plugins_give_the_same(bound: Any, client: Any, more: A
 
 
 def test_a_client_refuses_what_is_not_for_it() -> None:
-    update = {"w": np.ones(1)}
     for sent, error, text in (
         (SentBound(1.0, stop="enough"), RuntimeError, "the server stops the training: enough"),
         (SentBound(math.nan), ValueError, "bound must be a finite number > 0"),
         (SentBound(1.0, scope="tensor"), ValueError, "scope='tensor', and this client has 'glob"),
     ):
         with pytest.raises(error, match=text):
-            UpdateClient().clip(update, sent)
+            UpdateClient().clip({"w": np.ones(1)}, sent)
     # All zeros abstain where steps are not known.
     client, sent = UpdateClient(), SentBound(1.0)
     for size, steps, votes in ((0.0, None, 0), (0.5, None, 1), (0.0, 3, 1), (0.5, 0, 0)):
