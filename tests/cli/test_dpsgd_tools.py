@@ -13,7 +13,6 @@ import pytest
 import report_runs
 from declearn.main.config import FLRunConfig
 from declearn.optimizer import Optimizer
-from report_runs import Node
 
 import fedclip
 from fedclip.privacy.accounting import Release, epsilon
@@ -110,7 +109,7 @@ def test_the_name_of_a_checkpoint_need_not_be_the_newest(tmp_path: Path) -> None
     """Local time goes back by an hour in autumn."""
     noise: dict[str, Any] = {"noise_multiplier": 2.0, "expected_clients": 20, "delta": 1e-3}
     noise["relation"] = "replace-one"
-    server = Node(tmp_path / "server", [("update-clip-server", noise)])
+    server = report_runs.Node(tmp_path / "server", [("update-clip-server", noise)])
     module: Any = server.optimizer.modules[0]
     for stamp in ("26-10-25_02-59-00", "26-10-25_02-01-00"):
         module.budget.ledger.reserve(2.0, 1.0, 3)

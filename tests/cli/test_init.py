@@ -176,15 +176,13 @@ def test_another_encoding_or_separator(
     prepare, file = prepare_of(project), project / "b.csv"
     file.write_bytes(text_of(changed(40, 1, "wäiblich")(example()), separator).encode(encoding))
     wrong, right = prepare.read_columns(), prepare.read_columns(encoding, separator)
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit, match=re.escape(said)):
         prepare.read_records(file, wrong.names, wrong)
-    assert said in str(ended.value)
-    cells, _ = prepare.read_records(file, right.names, right)
-    assert len(cells) == 40
+    assert len(prepare.read_records(file, right.names, right)[0]) == 40
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "why"),
     [
         ('identifier = "id"', 'identifier = ""', "row numbers are not identifiers"),
         ('identifier = "id"', 'identifier = "age"', "column 'age' is declared twice"),
@@ -197,17 +195,13 @@ def test_another_encoding_or_separator(
         ("[text]", "[text", "columns.toml: "),
     ],
 )
-def test_mistakes_in_columns_toml_are_refused(
-    tmp_path: Path, old: str, new: str, said: str
-) -> None:
-    project = written(tmp_path / "x")
-    file = project / "columns.toml"
+def test_mistakes_in_columns_toml_are_refused(tmp_path: Path, old: str, new: str, why: str) -> None:
+    file = written(tmp_path / "x") / "columns.toml"
     text = file.read_text("utf-8")
     assert old in text
     file.write_text(text.replace(old, new, 1), "utf-8")
-    with pytest.raises(SystemExit) as ended:
-        prepare_of(project).read_columns()
-    assert said in str(ended.value)
+    with pytest.raises(SystemExit, match=re.escape(why)):
+        prepare_of(file.parent).read_columns()
 
 
 NEEDED = {"jax": ["jax", "jaxlib", "haiku"], "tensorflow": ["tensorflow", "keras"]}

@@ -79,8 +79,7 @@ def test_a_run_over_the_network_is_the_same(write: Any, settings: str, personal:
     )
     for name, values in best.items():
         np.testing.assert_allclose(simulated[name], values, atol=1e-5)
-    labelled = [*file.parent.glob("out/**/server/about_these_models.txt")]
-    assert len(labelled) == 2 * personal
+    assert len([*file.parent.glob("out/**/server/about_these_models.txt")]) == 2 * personal
 
 
 def in_another_unit(site: Path) -> None:
@@ -160,10 +159,9 @@ def test_turns_that_do_not_fit_are_refused(write: Any) -> None:
     insecure = turns.replace("3}", '3, generator = "insecure", seed = 3}')
     assert "that takes more than 4 clients" in call("simulate", write(server=turns)).stderr
     assert "that takes more than 4 clients" in Simulation(write(server=insecure)).step()
-    sampled = "[simulate]\nsampled = 2\n"
-    file = write(server=insecure.replace("separation = 3", "separation = 2"), more=sampled)
+    two = insecure.replace("separation = 3", "separation = 2")
     with pytest.raises(ToolError, match="remove sampled"):
-        Simulation(file)
+        Simulation(write(server=two, more="[simulate]\nsampled = 2\n"))
 
 
 def test_a_spent_budget_ends_it_with_a_sentence(write: Any) -> None:

@@ -10,17 +10,9 @@ import pytest
 from declearn.optimizer import Optimizer
 from helpers import MODULES, SPECIMENS, Specimen, gradient, run, specimens, specimens_by_framework
 
-from fedclip import (
-    AdaptiveClip,
-    EmaClip,
-    FedclipWarning,
-    GrowthClip,
-    NoOp,
-    NormClip,
-    ValueClip,
-    ZScoreClip,
-)
+from fedclip import AdaptiveClip, EmaClip, GrowthClip, NoOp, NormClip, ValueClip, ZScoreClip
 from fedclip.core.records import read_rounds
+from fedclip.errors import FedclipWarning
 from fedclip.testing import apply, gradient_stream, to_vector
 
 

@@ -8,16 +8,8 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedclip import (
-    AGC,
-    Centralize,
-    EmaNormClip,
-    EmaValueClip,
-    Normalize,
-    NormClip,
-    ValueClip,
-    ZScoreClip,
-)
+from fedclip import AGC, EmaNormClip, EmaValueClip, Normalize, NormClip, ValueClip, ZScoreClip
+from fedclip.clippers.centralize import Centralize
 from fedclip.loops.jax import as_optax
 
 SHAPES = {"w": ((8, 6), P("data", None)), "v": ((4, 12), P(None, "data")), "b": ((3,), P())}

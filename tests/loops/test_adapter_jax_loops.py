@@ -11,15 +11,7 @@ optax = require("optax")
 import jax.numpy as jnp  # noqa: E402
 from helpers import SPECIMENS, Specimen, specimens  # noqa: E402
 
-from fedclip import (  # noqa: E402
-    AGC,
-    AutoClip,
-    EmaNormClip,
-    EmaValueClip,
-    NormClip,
-    ValueClip,
-    ZScoreClip,
-)
+from fedclip import AGC, AutoClip, EmaNormClip, EmaValueClip, NormClip, ValueClip, ZScoreClip  # noqa: E402
 from fedclip.loops.jax import ClipState, as_optax, metrics, on_round_start, set_state  # noqa: E402
 from fedclip.testing import SHAPES  # noqa: E402
 
@@ -74,17 +66,15 @@ def test_nnx_modules_show_one_name_for_a_variable_and_its_array():
 def test_modules_of_equinox_and_what_is_no_array_is_refused_by_name():
     eqx = pytest.importorskip("equinox")
     model = eqx.nn.Linear(3, 2, key=jax.random.key(0))
-    transform = as_optax(NormClip(0.1, scope="tensor"))
+    clipper = NormClip(0.1, scope="tensor")
+    transform = as_optax(clipper)
     with pytest.raises(TypeError, match=r"'act' is not an array, but .* eqx\.filter"):
         transform.init({"w": jnp.ones(2), "act": jax.nn.relu})
     gradients = eqx.filter_grad(lambda m: jnp.sum(m(jnp.ones(3)) ** 2))(model)
     params = eqx.filter(model, eqx.is_array)
     updates, state = eqx.filter_jit(transform.update)(gradients, transform.init(params), params)
     assert norm(updates.weight) == pytest.approx(0.1, rel=1e-4)
-    assert set(metrics(NormClip(0.1, scope="tensor"), state, params)) >= {
-        "weight/norm",
-        "bias/norm",
-    }
+    assert set(metrics(clipper, state, params)) >= {"weight/norm", "bias/norm"}
 
 
 def test_complex_numbers_count_by_their_absolute_value():

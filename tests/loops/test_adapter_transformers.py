@@ -76,9 +76,7 @@ def test_it_does_what_max_grad_norm_does(tmp_path: Path) -> None:
     assert "limit" not in second.state.log_history[-1]
 
 
-def test_gradients_are_unscaled_before_they_are_clipped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_are_unscaled_before_they_are_clipped(tmp_path: Path, monkeypatch: Any) -> None:
     plain = ClipCallback(NormClip(LIMIT))
     make(tmp_path, plain).train()
     scaled(monkeypatch)

@@ -330,10 +330,7 @@ def test_where_nothing_is_wrong_none_of_it_is_said(check: Any) -> None:
     ("client", "texts"),
     [
         ("", ["each tensor of each sample to 0.5, a sample of k tensors to 0.5·√k"]),
-        (
-            'regularizers = [["agc", {ratio = 0.02}]]',
-            ["Before the noise, agc: On an aggregate"],
-        ),
+        ('regularizers = [["agc", {ratio = 0.02}]]', ["Before the noise, agc: On an aggregate"]),
         ('regularizers = ["ridge"]', ["Before the noise, ridge"]),
         ('modules = ["norm-clip"]', ["After the noise, norm-clip: the L2 norm is at most 1."]),
         (SAMPLED.format("flat"), ["to 0.5, by one norm", "After the noise, adam"]),

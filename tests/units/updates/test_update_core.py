@@ -106,10 +106,7 @@ TABLE = {"a": 1.0, "b": 2.0, "c": 5.0, "d": 40.0, "e": 3.0}
     ],
 )
 def test_the_core_and_the_plugins_give_the_same(bound: Any, client: Any, more: Any) -> None:
-    """Bounds, averages and states, over rounds with NaN, an outlier, and a client that is silent.
-
-    Both go on from their state in the middle.
-    """
+    """Over rounds with NaN, an outlier and a silent client; both go on from a state in between."""
     ours, theirs = by_the_core(bound, client, more), by_the_plugins(bound, client, more)
     # Each has a ledger of its own.
     assert {**ours[-1], "ledger": ""} == {**theirs[-1], "ledger": ""}
