@@ -45,13 +45,11 @@ def prepare_of(folder: Path) -> Any:
 
 def example(n: int = 40) -> Rows:
     """Return a header and records of the template's columns; two records have one identifier."""
-    rng = np.random.default_rng(0)
-    head = ["id", "remarks", "age", "bmi", "glucose", "sex", "smoker", "outcome"]
     rows = [
         f"p{i // 2},,{60 + 9 * x:.1f},{26 + 3 * y:.1f},5.5,f,ex,{int(x > 0)}".split(",")
-        for i, (x, y) in enumerate(rng.normal(size=(n, 2)))
+        for i, (x, y) in enumerate(np.random.default_rng(0).normal(size=(n, 2)))
     ]
-    return [head, *rows]
+    return [["id", "remarks", "age", "bmi", "glucose", "sex", "smoker", "outcome"], *rows]
 
 
 def text_of(rows: Rows, separator: str = ",") -> str:
@@ -124,9 +122,8 @@ def test_the_key_decides_the_split_and_is_kept(project: Path) -> None:
 
 
 def test_each_cell_becomes_what_columns_toml_says(tmp_path: Path) -> None:
-    project = written(tmp_path / "x")
     ill, well = ["a", "!", "75", "", "-9", "male", "", "Ill"], ["b", "", *"137", "f", "ex", "1"]
-    found = prepared(project, [*example(0), ill, well])
+    found = prepared(written(tmp_path / "x"), [*example(0), ill, well])
     lines = [np.frombuffer(line[:32], np.float32) for part in found.values() for line in part]
     wanted = [[1, 0, 0, 0, 1, 0, 0, 0], [-59 / 15, -23 / 4, 1, 1, 0, 0, 1, 0]]
     np.testing.assert_allclose(sorted(map(list, lines)), sorted(wanted), rtol=1e-6)

@@ -177,7 +177,6 @@ def test_slices_that_do_not_know_their_shape_keep_to_tiny_limits(dtype: str) -> 
     """The gradients of embeddings in a `tf.function` are such."""
     tf = require("tensorflow")
     values = tf.cast(tf.constant([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0], [7.0, 8.0, 9.0]]), dtype)
-    gradient = tf.IndexedSlices(values, tf.constant([0, 1, 0]))
     limit = 1e-5 if dtype == "float16" else 1e-30
-    clipped = NormClip(limit).clip({"w": gradient})["w"]
+    clipped = NormClip(limit).clip({"w": tf.IndexedSlices(values, tf.constant([0, 1, 0]))})["w"]
     assert 0.0 < norm([tf.cast(clipped.values, "float64").numpy()]) <= limit

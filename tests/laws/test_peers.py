@@ -111,11 +111,10 @@ def test_reproduced(record: dict[str, Any]) -> None:
 @pytest.mark.parametrize("record", BOUNDS, ids=lambda record: record["file"])
 def test_adaptive_bound(record: dict[str, Any]) -> None:
     clipper = build(record)
-    size = record["config"]["sample_size"]
     data = arrays_of(record)
     bound = record["config"]["initial"]
     for count, after in zip(data["unclipped"], data["bound"], strict=True):
-        for sample in range(size):
+        for sample in range(record["config"]["sample_size"]):
             clipper.run(to_vector({"w": np.array([bound * (0.5 if sample < count else 2.0)])}))
             assert clipper.last.limit == pytest.approx((bound,), rel=1e-9)
         bound = after

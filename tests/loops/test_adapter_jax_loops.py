@@ -172,10 +172,9 @@ def test_a_state_is_read_with_the_parameters_that_it_is_of():
     _, state = transform.update(GRADS[0], transform.init(PARAMS), PARAMS)
     with pytest.raises(ValueError, match="holds 0"):
         metrics(clipper, optax.sgd(0.1).init(PARAMS), PARAMS)
-    fewer = dict([*PARAMS.items()][:1])
     many = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), state)
     for verb in (metrics, set_state):
-        for wrong, params in ((state, fewer), (many, PARAMS)):
+        for wrong, params in ((state, dict([*PARAMS.items()][:1])), (many, PARAMS)):
             with pytest.raises(ValueError, match="give the parameters of init"):
                 verb(clipper, wrong, params)
     assert not clipper.get_state()["groups"]

@@ -252,9 +252,8 @@ def test_several_optimizers_may_each_be_clipped_and_share_nothing():
     clipper = ZScoreClip()
     clipped = {name: ClippedOptimizer("sgd", clipper) for name in ("kernel", "rest")}
     choose = lambda v: clipped["kernel" if v.name == "kernel" else "rest"]  # noqa: E731
-    optimizer = optimizers.MultiOptimizer(choose)
     gradients = list(stream())[1]
-    optimizer.apply(gradients, variables())
+    optimizers.MultiOptimizer(choose).apply(gradients, variables())
     kernel, bias, scale = map(np.asarray, gradients)
     sizes = np.linalg.norm(kernel), np.hypot(np.linalg.norm(bias), scale)
     for name, size in zip(("kernel", "rest"), sizes, strict=True):

@@ -187,9 +187,8 @@ INSTALLING = ("python -m venv", ". .venv", "pip install")
 
 def commands(page: str) -> list[str]:
     """Return the lines that a page asks its reader to type."""
-    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     pattern = r"(<!-- not in the tutorial -->\n)?^```console\n(.*?)^```$"
-    found = re.findall(pattern, text, re.M | re.S)
+    found = re.findall(pattern, (ROOT / "docs" / page).read_text(encoding="utf-8"), re.M | re.S)
     return re.findall(r"^\$ (.*)", "".join(body for out, body in found if not out), re.M)
 
 

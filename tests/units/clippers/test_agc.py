@@ -43,10 +43,9 @@ def test_no_unit_exceeds_its_limit(framework: str, dtype: str, axis: int) -> Non
 
 
 def test_weights_of_zero_or_not_finite_leave_the_floor() -> None:
-    grads = {"w": np.ones((3, 4))}
     weights = {"w": np.array([[0.0] * 4, [np.nan] * 4, [1e200, np.inf, 0, 0]])}
     with pytest.warns(FedclipWarning, match=r"weights with NaN or infinity.* is 0\.05"):
-        got = run(AGC(0.1, axis=0, min_norm=0.5), grads, weights)
+        got = run(AGC(0.1, axis=0, min_norm=0.5), {"w": np.ones((3, 4))}, weights)
     np.testing.assert_allclose(unit_norms(got["w"], 0), 0.05)
 
 
@@ -74,10 +73,7 @@ FAR = 1e3
 
 
 def check_units(weight: Any, gradient: Any, clipped: Any, jacobian: Any, name: str = "") -> None:
-    """Each unit's norm is its limit: that of the weights with a derivative in the same output.
-
-    `jacobian` has the shape (outputs, *weight.shape), and is zero where nothing leads.
-    """
+    """Each unit's norm is its limit; the jacobian, of (outputs, *weight.shape), tells units."""
     leads = np.abs(np.asarray(jacobian)) > 1e-7
     assert (leads.sum(0) <= 1).all(), "a weight leads to one output"
     for unit in leads[leads.reshape(len(leads), -1).any(1)]:

@@ -27,9 +27,8 @@ MODEL = {"w": np.zeros((2, 2), "float32"), "b": np.zeros(2, "float32")}
 
 def with_budget(folder: Path, **settings: Any) -> Policy:
     """Return a policy with a budget for four updates."""
-    ledger = str(folder / "spent.json")
     given = {"noise_multiplier": 2.0, "max_epsilon": 10.0, "delta": 1e-5, **settings}
-    return Policy(max_norm=C, ledger=ledger, **given)
+    return Policy(max_norm=C, ledger=str(folder / "spent.json"), **given)
 
 
 NEEDS = "[update]\nmax_norm = 0.5\n"

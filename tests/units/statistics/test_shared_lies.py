@@ -278,10 +278,7 @@ def attacked(name: str, lies: int, attack: Any, rounds: int, **config: Any) -> l
 
 
 def widened(p: float, z: float) -> tuple[float, float]:
-    """Return the bounds that the documentation states of a limit at z deviations.
-
-    Of the share p the part b claims the limit, the rest 0, whichever b is worst.
-    """
+    """Return the stated bounds at z deviations: of p, the worst part b claims it, the rest 0."""
     top = 0.0
     for b in np.linspace(0.0, p, 1001):
         others = (1 - p) / (1 - b)

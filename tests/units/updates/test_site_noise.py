@@ -87,8 +87,7 @@ def test_secure_sums_are_those_of_the_integers_that_were_drawn(
     noise, meant = SiteNoise(**NOISE), []
     drawn = lambda *args: meant.append(integers(*args)) or meant[-1]  # noqa: E731
     monkeypatch.setattr(SiteNoise, "integers", drawn)
-    rng = np.random.default_rng(1)
-    secret = []
+    rng, secret = np.random.default_rng(1), []
     for encrypter in encrypters.values():
         update = rng.normal(size=300)
         update = {"w": (update / np.linalg.norm(update)).astype(dtype)}

@@ -91,8 +91,7 @@ def test_no_other_coefficients_have_less_error(
 def test_a_stream_is_the_inverse_of_its_matrix() -> None:
     rng, c = np.random.default_rng(0), coefficients(20, 4)
     draws = rng.normal(size=(20, 3))
-    source = iter(draws)
-    stream = Stream(c)
+    source, stream = iter(draws), Stream(c)
     made = np.array([stream.draw(3, lambda size: next(source)) for _ in range(20)])
     np.testing.assert_allclose(matrix(c, 20) @ made, draws, atol=1e-12)
     assert grown(c, 20) == pytest.approx(np.linalg.norm(np.linalg.inv(matrix(c, 20))[-1]))
