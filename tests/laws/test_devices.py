@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Torch on a device: few operations, no waiting, and the results of the host.
-
-Several devices of JAX and TensorFlow: tests/loops, where a process with such devices is started.
-"""
+"""Torch on a device: few operations, no waiting, the numbers of the host; others: tests/loops."""
 
 import contextlib
 from collections.abc import Callable

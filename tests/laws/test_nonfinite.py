@@ -4,19 +4,11 @@
 import warnings
 from typing import Any
 
+import helpers
 import numpy as np
 import pytest
 from declearn.optimizer.modules import OptiModule
-from helpers import (
-    MODULES,
-    SPECIMENS,
-    Specimen,
-    each_framework,
-    pairwise,
-    run,
-    specimens,
-    specimens_by_framework,
-)
+from helpers import MODULES, SPECIMENS, Specimen, pairwise, run, specimens, specimens_by_framework
 
 from fedclip import FedclipWarning, NonFiniteError, NormClip
 from fedclip.testing import FRAMEWORKS, apply, check_nonfinite, gradient_stream, to_numpy, to_vector
@@ -131,7 +123,7 @@ def test_a_warning_points_to_the_caller_and_tells_a_norm_beyond_float64() -> Non
         assert caught[0].filename == __file__
 
 
-@each_framework()
+@helpers.each_framework()
 def test_numbers_that_are_excluded_may_be_large_or_complex_but_not_nan(framework: str) -> None:
     large = {"w": np.full(2, 3.0), "b": np.array([1e300]), "n": np.array([2**62])}
     found = NormClip(1.0, exclude=["b", "n"]).clip(large)

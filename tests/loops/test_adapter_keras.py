@@ -1,8 +1,4 @@
-"""Keras' optimizers with a clipper of fedclip, on each of Keras' backends.
-
-Keras' own global_clipnorm, clipnorm and clipvalue are the oracle: with the same limit, all that
-the inner optimizer does besides must be the same to the rounding of the clip.
-"""
+"""Keras' optimizers with a clipper, on each backend; Keras' own clipping is the oracle."""
 
 import pickle
 import warnings
@@ -94,9 +90,8 @@ def test_a_loss_scale_may_be_inside_or_outside(place):
     scaled = optimizers.LossScaleOptimizer
     expected = trained(optimizers.Adam(0.1, global_clipnorm=LIMIT))
     if place == "inside":
-        optimizer = clipped = ClippedOptimizer(
-            scaled(optimizers.Adam(0.1), initial_scale=64.0), NormClip(LIMIT)
-        )
+        inner = scaled(optimizers.Adam(0.1), initial_scale=64.0)
+        optimizer = clipped = ClippedOptimizer(inner, NormClip(LIMIT))
     else:
         clipped = ClippedOptimizer(optimizers.Adam(0.1, loss_scale_factor=4.0), NormClip(LIMIT))
         optimizer = scaled(clipped, initial_scale=64.0)

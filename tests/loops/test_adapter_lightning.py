@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lightning: gradients are clipped once before each optimizer step, in every kind of loop.
-
-The oracle is Lightning's own ``gradient_clip_val``, where it clips at all.
-"""
+"""Lightning: gradients are clipped once before each optimizer step, as by its own clip."""
 
 from functools import partial
 from pathlib import Path

@@ -143,9 +143,8 @@ def _without_grad(model, optimizer):
     def round_():
         with torch.enable_grad():
             loss = model(torch.ones(3, 5)).square().sum()
-        for p, g in zip(
-            model.parameters(), torch.autograd.grad(loss, [*model.parameters()]), strict=True
-        ):
+        gradients = torch.autograd.grad(loss, [*model.parameters()])
+        for p, g in zip(model.parameters(), gradients, strict=True):
             p -= 1e-3 * g
 
     return round_
