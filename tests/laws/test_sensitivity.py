@@ -173,11 +173,7 @@ def test_what_has_no_bound_has_a_reason_and_a_counter_example(spec: Spec) -> Non
 
 # The last one wraps an optimizer of torch, which has to be named.
 KNOWN = {"l2-clipping", "l2-global-clipping", "gaussian-noise", "torch-optim"}
-OTHERS = [
-    name
-    for name, cls in PLUGINS.items()
-    if cls.__module__.startswith("declearn.") and name not in KNOWN
-]
+OTHERS = sorted({n for n, c in PLUGINS.items() if c.__module__.startswith("declearn.")} - KNOWN)
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -49,9 +49,8 @@ def run(clipper, place, mesh=None):
         updates, state = step(place(gradient), state, params)
         if mesh is not None:
             for name, (_, spec) in SHAPES.items():
-                assert updates[name].sharding.is_equivalent_to(
-                    NamedSharding(mesh, spec), updates[name].ndim
-                ), (name, updates[name].sharding)
+                wanted, update = NamedSharding(mesh, spec), updates[name]
+                assert update.sharding.is_equivalent_to(wanted, update.ndim), name
         found.append(jax.tree.map(np.asarray, updates))
     return found, np.asarray(state.norm)
 
@@ -80,18 +79,14 @@ def jnp_tree(values):
 def shard_maps():
     mesh = jax.make_mesh((4,), ("data",))
     specs = {name: spec for name, (_, spec) in SHAPES.items()}
-    place = placed(mesh)
+    both, place = {"in_specs": (specs, P()), "out_specs": (specs, P())}, placed(mesh)
     for name in ("z-score", "to a norm", "huge"):
         clipper = CLIPPERS[name]
         transform, whole = as_optax(clipper, axis_name="data"), as_optax(clipper)
         # Compiled, as operations that are not are compiled one by one.
         alone = jax.jit(whole.update)
         state, expected_state = whole.init(PARAMS), whole.init(PARAMS)
-        step = jax.jit(
-            jax.shard_map(
-                transform.update, mesh=mesh, in_specs=(specs, P()), out_specs=(specs, P())
-            )
-        )
+        step = jax.jit(jax.shard_map(transform.update, mesh=mesh, **both))
         for gradient in GRADS:
             expected, expected_state = alone(jnp_tree(gradient), expected_state)
             found, state = step(place(gradient), jax.device_put(state, NamedSharding(mesh, P())))
