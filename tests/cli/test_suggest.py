@@ -15,8 +15,9 @@ from report_runs import Node, call, sentence
 
 from fedclip.cli.check.configuration import check_config
 from fedclip.cli.suggest import advised
-from fedclip.report import read_report
+from fedclip.report import norms, read_report
 from fedclip.report.findings import Advice
+from fedclip.report.norms import FEW
 
 VALUE = ["value-clip", {"max_value": 1.0}]
 CLIENT = '[\n  "no-op",       # only looks\n  ["momentum", { beta = 0.9 }],\n]'
@@ -255,3 +256,17 @@ def test_a_model_that_has_diverged(tmp_path: Path) -> None:
     assert "has diverged" in advice.answer
     # By the first round: what came later is of no use.
     assert 1.5 < (advice.proposals[0].limit or 0.0) < 3.0
+
+
+def test_the_page_has_the_thresholds() -> None:
+    page = Path(__file__).parents[2].joinpath("docs", "suggest.md").read_text(encoding="utf-8")
+    for text in (
+        f"by steps is {norms._ODD['step']:g} or more",
+        f"by updates is {norms._ODD['update']:g} or more",
+        f"(without the number of steps: {norms._ODD_ALONE:g};",
+        f"when another is an outlier by steps: {norms._ODD['step']:g})",
+        f"at least {norms._SMALL:g} times smaller",
+        f"largest norm is {norms._SPIKE:g} times",
+        f"fewer than {FEW['step']} norms, or by fewer than {FEW['update']} updates",
+    ):
+        assert text in page

@@ -11,6 +11,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from checkouts import ROOT
 from cli.test_simulate import in_another_unit, write  # noqa: F401
 from helpers import free_port
 from report_runs import call, large_run, sentence
@@ -263,3 +264,22 @@ def test_a_client_that_fails_ends_all(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(demo, "write_data", torn)
     with pytest.raises(ToolError, match=r"^no-clipping, seed 0, failed: \w+Error: "):
         run_demo(tmp_path / "demo", seeds=1)
+
+
+@pytest.mark.soak
+def test_the_page_has_the_numbers_of_the_demo(tmp_path: Path, capsys: Any) -> None:
+    page = (ROOT / "docs" / "demo.md").read_text(encoding="utf-8")
+    ranking = run_demo(tmp_path / "demo")
+    rows = ("no clipping", "fixed bound 1", "adaptive bound")
+    for way, row in zip(("no-clipping", "fixed-bound", "adaptive-bound"), rows, strict=True):
+        found = re.search(rf"^\| {row} \| ([\d.]+) % ± ([\d.]+) % \|", page, re.M)
+        assert found is not None
+        said = [float(number) / 100 for number in found.groups()]
+        assert ranking.mean(way) == pytest.approx(said, abs=0.01)
+    gain = [100 * (number or 0.0) for number in ranking.gain("adaptive-bound", "fixed-bound")]
+    assert "is 3.0 ± 1.6 points above" in page
+    assert gain == pytest.approx([3.0, 1.6], abs=0.3)
+    shown = capsys.readouterr().out
+    for said in ("site-b", "4.6 times as hard", "and 1.1 times"):
+        assert said in shown
+        assert said.removeprefix("and ") in page

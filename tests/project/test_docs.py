@@ -234,3 +234,11 @@ def test_public_names_are_those_of_the_file() -> None:
     lost = sorted({*listed} - {*now})
     assert not lost, f"0.1 promises these; `make docs` lists what is new: {lost}"
     assert listed == now, "run `make docs`"
+
+
+def test_every_page_is_reached_from_the_index() -> None:
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    for page in ROOT.glob("docs/**/*.md"):
+        name = page.relative_to(ROOT / "docs").as_posix()
+        if name != "index.md":
+            assert f"({name})" in index, f"docs/index.md does not lead to {name}"

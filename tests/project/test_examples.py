@@ -6,6 +6,7 @@ import importlib
 import os
 import pkgutil
 import re
+import shutil
 import sys
 import zlib
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from report_runs import call
 
 import fedclip
 from benchmarks.study import cells, mechanisms, noised, orderings, tables
+from fedclip.report import read_report
 
 pytestmark = pytest.mark.slow
 
@@ -157,3 +159,26 @@ def test_the_site_has_every_public_name_and_loads_nothing_from_the_network(tmp_p
         loaded = re.findall(r"<(?:script|img|iframe|source)[^>]* src=\"?([^\" >]+)", text)
         loaded += re.findall(r"<link[^>]* href=\"?([^\" >]+)", text)
         assert not [target for target in loaded if "//" in target], page
+
+
+def test_the_example_clips_the_client_in_other_units(tmp_path: Path, monkeypatch: Any) -> None:
+    """And docs/simulate.md has its numbers."""
+    left_out = shutil.ignore_patterns("data", "result")
+    folder = shutil.copytree(LOOPS.parent / "quickrun", tmp_path / "x", ignore=left_out)
+    monkeypatch.chdir(folder)
+    ended("prepare.py")
+    config = folder / "config.toml"
+    accuracies = []
+    for modules in ("[]", '[["norm-clip", { max_norm = 1.0 }]]'):
+        config.write_text(re.sub(r"modules = .*", f"modules = {modules}", config.read_text()))
+        result = call("simulate", "--seed", "0")
+        assert result.exit_code == 0, result.output
+        rows = (folder / "result/simulated/server/metrics.csv").read_text().splitlines()
+        accuracies.append(float(rows[-1].split(",")[1]))
+    # A record or two may fall on the other side on another processor.
+    assert accuracies == pytest.approx([0.86, 0.92], abs=0.015)
+    rows, shares = [*read_report(folder / "result").select(module="norm-clip")], []
+    for client in (0, 1, 2):
+        records = [row.record for row in rows if row.node.endswith(f"client_{client}")]
+        shares.append(sum(r.clipped for r in records) / sum(r.steps for r in records))
+    assert shares == pytest.approx([0.09, 0.09, 1.0], abs=0.02)
