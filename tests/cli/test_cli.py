@@ -65,9 +65,8 @@ def test_doctor(declearn: str, code: int, words: str, monkeypatch: pytest.Monkey
 
 
 def test_translate_of_nothing_known() -> None:
-    assert "did you mean 'clip_by_global_norm'?" in sentence(
-        "translate", "optax", "clip_by_globl_norm"
-    )
+    said = sentence("translate", "optax", "clip_by_globl_norm")
+    assert "did you mean 'clip_by_global_norm'?" in said
     said = sentence("translate", "optax", "clip_by_global_norm", "0.5", code=2)
     assert "'0.5' must be PARAMETER=VALUE" in said
 

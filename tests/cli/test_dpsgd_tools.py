@@ -62,9 +62,7 @@ def exported(*arguments: object) -> list[dict[str, str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "change", [(), ("--delta", 1e-3), ("--relation", "replace-one")], ids=lambda c: "".join(c[:1])
-)
+@pytest.mark.parametrize("change", [(), ("--delta", 1e-3), ("--relation", "replace-one")], ids=str)
 @pytest.mark.parametrize("plans", [[(2.0, 0.16)] * 3, [(2.0, 0.16), (3.0, 0.2)]])
 def test_the_last_line_of_an_export_is_what_is_said(
     plans: list[tuple[float, float]], change: tuple[Any, ...], tmp_path: Path

@@ -66,10 +66,7 @@ def test_a_run_over_the_network_is_the_same(write: Any, settings: str, personal:
         for row, other in zip(rows, same, strict=True):
             found, wanted = (r.record.as_dict() for r in (row, other))
             assert found == pytest.approx(wanted, rel=1e-5)
-    losses = [
-        [curve.points for curve in sorted(report.curves) if curve.metric == "loss"]
-        for report in (there, here)
-    ]
+    losses = [[c.points for c in sorted(r.curves) if c.metric == "loss"] for r in (there, here)]
     # The server's, and those that the sites have measured, of their own models.
     assert len(losses[0]) == 4
     np.testing.assert_allclose(*losses)

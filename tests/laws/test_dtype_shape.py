@@ -87,8 +87,7 @@ def test_nothing_to_clip(specimen: Specimen) -> None:
 def test_arrays_of_two_frameworks_are_refused(framework: str) -> None:
     needs(framework)
     (alien,) = to_vector({"b": np.ones(3)}, framework).coefs.values()
-    own = np.ones(3)
-    clipper = NormClip()
+    own, clipper = np.ones(3), NormClip()
     clipper.clip({"a": own, "b": own})
     for arrays in ({"a": own, "b": alien}, {"a": alien, "b": own}):
         with pytest.raises(TypeError, match=r"one framework: 'a' is of [a-z]+, 'b'"):

@@ -106,8 +106,7 @@ def test_reproduced(record: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("record", BOUNDS, ids=lambda record: record["file"])
 def test_adaptive_bound(record: dict[str, Any]) -> None:
-    clipper = build(record)
-    data = arrays_of(record)
+    clipper, data = build(record), arrays_of(record)
     bound = record["config"]["initial"]
     for count, after in zip(data["unclipped"], data["bound"], strict=True):
         for sample in range(record["config"]["sample_size"]):

@@ -96,8 +96,7 @@ def test_numbers_of_groups_and_of_what_is_not_finite() -> None:
 
 
 def test_quantiles_within_one_per_cent() -> None:
-    norms = np.random.default_rng(0).lognormal(0, 2, 2000)
-    look = NoOp()
+    norms, look = np.random.default_rng(0).lognormal(0, 2, 2000), NoOp()
     feed(look, *norms)
     (record,) = look.rounds
     for q in (0.0, 0.1, 0.5, 0.9, 0.99, 1.0):

@@ -26,10 +26,7 @@ RNG = np.random.default_rng(0)
 
 
 def tree(scale):
-    return {
-        name: (scale * RNG.standard_normal(shape)).astype(np.float32)
-        for name, (shape, _) in SHAPES.items()
-    }
+    return {n: (scale * RNG.standard_normal(s)).astype(np.float32) for n, (s, _) in SHAPES.items()}
 
 
 PARAMS = tree(1.0)
@@ -43,8 +40,7 @@ def run(clipper, place, mesh=None):
     state = transform.init(params)
     for name, kept in getattr(state.statistics, "arrays", {}).items():
         assert kept["past"].sharding.is_equivalent_to(params[name].sharding, params[name].ndim)
-    step = jax.jit(transform.update)
-    found = []
+    step, found = jax.jit(transform.update), []
     for gradient in GRADS:
         updates, state = step(place(gradient), state, params)
         if mesh is not None:

@@ -177,8 +177,8 @@ def test_the_example_clips_the_client_in_other_units(tmp_path: Path, monkeypatch
         accuracies.append(float(rows[-1].split(",")[1]))
     # A record or two may fall on the other side on another processor.
     assert accuracies == pytest.approx([0.86, 0.92], abs=0.015)
-    rows, shares = [*read_report(folder / "result").select(module="norm-clip")], []
+    found, shares = [*read_report(folder / "result").select(module="norm-clip")], []
     for client in (0, 1, 2):
-        records = [row.record for row in rows if row.node.endswith(f"client_{client}")]
+        records = [row.record for row in found if row.node.endswith(f"client_{client}")]
         shares.append(sum(r.clipped for r in records) / sum(r.steps for r in records))
     assert shares == pytest.approx([0.09, 0.09, 1.0], abs=0.02)

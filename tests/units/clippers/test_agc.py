@@ -171,8 +171,7 @@ KERAS = {
 
 @pytest.mark.parametrize(("made", "shape"), KERAS.items())
 def test_units_of_keras_layers(made: str, shape: Any) -> None:
-    tf = require("tensorflow")
-    keras = pytest.importorskip("keras")
+    tf, keras = require("tensorflow"), pytest.importorskip("keras")
     from fedclip.loops.keras import ClippedOptimizer
     from fedclip.loops.tensorflow import CompiledClipper, clip
 
@@ -210,8 +209,7 @@ def test_units_of_keras_layers(made: str, shape: Any) -> None:
     ],
 )
 def test_units_of_jax_layers(package: str, made: str, shape: Any) -> None:
-    jax = require("jax")
-    module = pytest.importorskip(package)
+    jax, module = require("jax"), pytest.importorskip(package)
     from fedclip.loops.jax import as_optax
 
     key = jax.random.key(0)

@@ -77,8 +77,7 @@ def test_a_lasting_rise_is_followed(name: str, sigma: float, start: int) -> None
 
 def gradients(seed: int) -> list[dict[str, np.ndarray]]:
     """Return gradients with spikes, a rise, a zero step and a tensor that is often zero."""
-    rng = np.random.default_rng(seed)
-    steps = []
+    rng, steps = np.random.default_rng(seed), []
     for t in range(45):
         size = rng.lognormal(0.0, 0.3) * (40.0 if rng.random() < 0.1 else 1.0)
         size *= 0.0 if t == 20 else 8.0 if t > 35 else 1.0

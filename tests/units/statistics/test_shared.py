@@ -100,8 +100,7 @@ def test_levels_are_those_of_the_last_rounds(name: str, config: Any, secagg: Any
     ],
 )
 def test_one_client_with_one_step_a_round_equals_local(name: str, config: Any, error: Any) -> None:
-    rng = np.random.default_rng(5)
-    fed = Federation(name, 1, **config)
+    rng, fed = np.random.default_rng(5), Federation(name, 1, **config)
     local: Any = Optimizer(0.1, modules=[(name, fed.config)]).modules[0]
     norms = np.array(draw(rng, 100))
     norms[60:70] *= 8

@@ -144,9 +144,8 @@ def test_spent_says_what_it_is_if_clients_tell_their_noise(tmp_path: Path) -> No
     (spent,) = read_spent(tmp_path)
     cost, noise = spent.cost(), SiteNoise(**NOISE)
     assert spent.mechanism == "discrete Gaussian"
-    assert cost["silent"] == {
-        c: pytest.approx(epsilon([Release(noise.multiplier(c), 3)], 1e-3)) for c in range(M)
-    }
+    expected = {c: epsilon([Release(noise.multiplier(c), 3)], 1e-3) for c in range(M)}
+    assert cost["silent"] == pytest.approx(expected)
     assert cost["silent"][1] == pytest.approx(cost["epsilons"]["closed form"])
     words = "\n".join(in_words(cost))
     assert f"{cost['silent'][3]:.4g} if 3 clients do" in words

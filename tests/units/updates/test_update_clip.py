@@ -33,8 +33,7 @@ pytestmark = pytest.mark.usefixtures("no_round_left_open")
 
 def vector(*norms: float, dtype: str = "float64") -> NumpyVector:
     """Return tensors layer0.w, layer1.w, ... of these norms, along random directions."""
-    rng = np.random.default_rng(len(norms))
-    tensors = {}
+    rng, tensors = np.random.default_rng(len(norms)), {}
     for i, size in enumerate(norms):
         direction = rng.normal(size=(3, 4))
         tensors[f"layer{i}.w"] = (size * direction / np.linalg.norm(direction)).astype(dtype)
@@ -271,8 +270,7 @@ def test_a_budget_is_spent_to_its_very_end(rounds: int, relation: str) -> None:
 
 
 def test_sparse_updates_are_clipped_and_averaged() -> None:
-    torch = require("torch")
-    rng = np.random.default_rng(0)
+    torch, rng = require("torch"), np.random.default_rng(0)
     # Rows repeat, and much of them cancels, so that the rounding of single rows would count.
     values = rng.standard_normal((64, 2)) * 10.0 ** rng.uniform(0, 2, (64, 1))
     rows = torch.tensor(rng.integers(0, 3, 64))[None]

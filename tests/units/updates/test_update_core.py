@@ -28,8 +28,7 @@ pytestmark = pytest.mark.usefixtures("no_round_left_open")
 
 def updates() -> list[list[dict[str, np.ndarray]]]:
     """Return eight rounds of five clients: lengths differ; one is not finite, one is far off."""
-    rng = np.random.default_rng(3)
-    rounds = []
+    rng, rounds = np.random.default_rng(3), []
     for round_ in range(8):
         lengths = rng.lognormal(0.0, 0.5, size=5)
         lengths[round_ % 5] *= 1e6 if round_ in (2, 5) else 1.0
