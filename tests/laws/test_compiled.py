@@ -263,13 +263,10 @@ def test_derivatives_in_torch(specimen: Specimen) -> None:
     h = 1e-5
     up, down = (slopes(function, moved(values, v, e), v, torch.float64)[1] for e in (h, -h))
     assert second == pytest.approx((up - down) / (2 * h), rel=1e-4, abs=1e-4)
-    for one, other in zip(
-        first, torch.func.grad(function)([*map(torch.tensor, values)]), strict=True
-    ):
+    tensors = [*map(torch.tensor, values)]
+    for one, other in zip(first, torch.func.grad(function)(tensors), strict=True):
         torch.testing.assert_close(one, other)
-    _, pushed = torch.func.jvp(
-        function, ([*map(torch.tensor, values)],), ([*map(torch.tensor, v)],)
-    )
+    _, pushed = torch.func.jvp(function, (tensors,), ([*map(torch.tensor, v)],))
     assert along == pytest.approx(float(pushed), rel=1e-9, abs=1e-9)
     single = slopes(function, values, v, torch.float32)
     assert single[1:] == pytest.approx((along, second), rel=1e-3, abs=1e-3)

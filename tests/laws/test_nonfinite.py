@@ -35,9 +35,8 @@ def test_skip_gives_zero(specimen: Specimen, value: float, framework: str) -> No
     if specimen.name == "no-op":
         return
     clipper = specimen.make(on_nonfinite="skip")
-    with pytest.warns(
-        FedclipWarning, match="NaN or infinity in 'enc.bias'; the gradient is set to zero"
-    ):
+    words = "NaN or infinity in 'enc.bias'; the gradient is set to zero"
+    with pytest.warns(FedclipWarning, match=words):
         out = apply_to_sound_weights(clipper, poisoned(3, value), framework)
     for name, array in to_numpy(out).items():
         assert not array.any(), name

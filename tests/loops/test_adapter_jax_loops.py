@@ -222,9 +222,8 @@ def test_leaves_of_the_same_path_are_clipped_each_by_itself():
     with pytest.raises(ValueError, match=r"agc has no weights for .*; it was given none"):
         transform.update(tree, transform.init(weights))
     output, _ = transform.update(tree, transform.init(weights), weights)
-    expected = AGC(0.1).clip(
-        {"x": tree["a"]["b"], "y": tree["a.b"]}, {"x": weights["a"]["b"], "y": weights["a.b"]}
-    )
+    apart = [{"x": leaves["a"]["b"], "y": leaves["a.b"]} for leaves in (tree, weights)]
+    expected = AGC(0.1).clip(*apart)
     np.testing.assert_allclose(output["a"]["b"], expected["x"], rtol=1e-6)
     np.testing.assert_allclose(output["a.b"], expected["y"], rtol=1e-6)
 

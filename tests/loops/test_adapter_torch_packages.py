@@ -151,9 +151,8 @@ def test_torchzero_and_accelerate():
 
 def test_adapters_of_peft():
     package = pytest.importorskip("peft")
-    model = package.get_peft_model(
-        build(), package.LoraConfig(target_modules=["0", "2"], r=2, init_lora_weights="gaussian")
-    )
+    config = package.LoraConfig(target_modules=["0", "2"], r=2, init_lora_weights="gaussian")
+    model = package.get_peft_model(build(), config)
     # A class of its own, whose step multiplies the gradients and calls that of SGD.
     riemannian = pytest.importorskip("peft.optimizers.riemannian").create_riemannian_optimizer
     optimizer = riemannian(model, SGD, lr=0.01)

@@ -306,12 +306,7 @@ LIES: list[tuple[Any, ...]] = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "config", "lies", "bounds", "error", "rounds"), LIES)
 def test_liars_move_a_limit_no_further_than_stated(
-    name: str,
-    config: dict[str, Any],
-    lies: int,
-    bounds: Callable[[float], tuple[float, float]],
-    error: float,
-    rounds: int,
+    name: str, config: Any, lies: int, bounds: Any, error: float, rounds: int
 ) -> None:
     """Whatever they claim, of what is believed; and some attack gets near the upper bound."""
     low, top = bounds(lies / (HONEST.size + lies))
