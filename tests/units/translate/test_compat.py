@@ -89,6 +89,7 @@ TO_MEAN = {"ratio": 1.2, "decay": 0.9, "action": "mean", "warmup_norm": 5}
 BY_VALUE = {"gradient_clip_val": 2, "gradient_clip_algorithm": "value"}
 ADAPTIVE = {"noise_multiplier": 0, "num_sampled_clients": 9, "target_clipped_quantile": 0.9}
 TO_ADAPTIVE = {"start_norm": 0.1, "quantile": pytest.approx(0.1)}
+TWICE = {"criterion": "EMACriterion(0.9)", "alpha": 0.9}
 LOCAL = {"clipping_norm": 1.0, "sensitivity": 1e-4, "epsilon": 10.0, "delta": 1e-5}
 
 
@@ -129,12 +130,7 @@ def test_what_peers_take_besides(peer: str, cls: str, config: Any, expected: Any
         ("smartclip", "AutoClip", {"percentile": 0}, "percentile must be a number > 0 and <= 100"),
         ("drytorch", "HistClipper", {"criterion": "zsta"}, "did you mean 'zstat'?"),
         ("drytorch", "HistClipper", {"warmup_clip_strategy": "GradValueClipper(1)"}, "coming-from"),
-        (
-            "drytorch",
-            "HistClipper",
-            {"criterion": "EMACriterion(0.9)", "alpha": 0.9},
-            "given twice",
-        ),
+        ("drytorch", "HistClipper", TWICE, "given twice"),
         ("drytorch", "ZStatCriterion", {"clipping_function": "lambda z, c: 1.0"}, "OwnLimit of"),
         ("keras", "Optimizer", {"clipnorm": 1, "clipvalue": 1}, "Keras takes one of"),
         ("lightning", "Fabric.clip_gradients", {}, "takes one of clip_val, max_norm, got none"),
