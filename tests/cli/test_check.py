@@ -119,8 +119,7 @@ def test_the_data_folder_is_looked_at_where_there_is_one(problems: Any, tmp_path
     (tmp_path / "data" / "b" / "train_target.npy").unlink()
     assert problems(GOOD) == ["[data] Could not find a 'train_target.*' file for client 'b'."]
     names = "{train_data = 'x', valid_data = 'y', valid_target = 'z'}"
-    text = GOOD.replace("[data]", f"[data]\ndataset_names = {names}")
-    assert "train_target" in problems(text)[0]
+    assert "train_target" in problems(GOOD.replace("[data]", f"[data]\ndataset_names = {names}"))[0]
 
 
 OURS = GOOD.replace('"averaging"', '"clipped-averaging"\nmax_norm = 1.0').replace(

@@ -13,7 +13,6 @@ import pytest
 import report_runs
 from declearn.main.config import FLRunConfig
 from declearn.optimizer import Optimizer
-from report_runs import Node
 
 import fedclip
 from fedclip.privacy.accounting import Release, epsilon
@@ -63,9 +62,7 @@ def exported(*arguments: object) -> list[dict[str, str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "change", [(), ("--delta", 1e-3), ("--relation", "replace-one")], ids=lambda c: "".join(c[:1])
-)
+@pytest.mark.parametrize("change", [(), ("--delta", 1e-3), ("--relation", "replace-one")], ids=str)
 @pytest.mark.parametrize("plans", [[(2.0, 0.16)] * 3, [(2.0, 0.16), (3.0, 0.2)]])
 def test_the_last_line_of_an_export_is_what_is_said(
     plans: list[tuple[float, float]], change: tuple[Any, ...], tmp_path: Path
@@ -110,7 +107,7 @@ def test_the_name_of_a_checkpoint_need_not_be_the_newest(tmp_path: Path) -> None
     """Local time goes back by an hour in autumn."""
     noise: dict[str, Any] = {"noise_multiplier": 2.0, "expected_clients": 20, "delta": 1e-3}
     noise["relation"] = "replace-one"
-    server = Node(tmp_path / "server", [("update-clip-server", noise)])
+    server = report_runs.Node(tmp_path / "server", [("update-clip-server", noise)])
     module: Any = server.optimizer.modules[0]
     for stamp in ("26-10-25_02-59-00", "26-10-25_02-01-00"):
         module.budget.ledger.reserve(2.0, 1.0, 3)

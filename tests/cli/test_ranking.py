@@ -56,8 +56,7 @@ WORSE_AT_B = [[0.99, b - 0.02 - a / 100, 0] for a, b, _ in BARE]
 )
 def test_the_answer_is_that_of_the_numbers(found: Ranking, winner: str, words: str) -> None:
     assert (found.winner, words in found.answer()) == (winner, True), found.answer()
-    text = json.dumps(found.as_dict(), allow_nan=False)
-    assert json.loads(text)["winner"] == winner
+    assert json.loads(json.dumps(found.as_dict(), allow_nan=False))["winner"] == winner
 
 
 def test_what_diverged_or_failed_comes_last() -> None:

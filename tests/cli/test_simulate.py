@@ -66,10 +66,7 @@ def test_a_run_over_the_network_is_the_same(write: Any, settings: str, personal:
         for row, other in zip(rows, same, strict=True):
             found, wanted = (r.record.as_dict() for r in (row, other))
             assert found == pytest.approx(wanted, rel=1e-5)
-    losses = [
-        [curve.points for curve in sorted(report.curves) if curve.metric == "loss"]
-        for report in (there, here)
-    ]
+    losses = [[c.points for c in sorted(r.curves) if c.metric == "loss"] for r in (there, here)]
     # The server's, and those that the sites have measured, of their own models.
     assert len(losses[0]) == 4
     np.testing.assert_allclose(*losses)
@@ -79,8 +76,7 @@ def test_a_run_over_the_network_is_the_same(write: Any, settings: str, personal:
     )
     for name, values in best.items():
         np.testing.assert_allclose(simulated[name], values, atol=1e-5)
-    labelled = [*file.parent.glob("out/**/server/about_these_models.txt")]
-    assert len(labelled) == 2 * personal
+    assert len([*file.parent.glob("out/**/server/about_these_models.txt")]) == 2 * personal
 
 
 def in_another_unit(site: Path) -> None:
@@ -160,10 +156,9 @@ def test_turns_that_do_not_fit_are_refused(write: Any) -> None:
     insecure = turns.replace("3}", '3, generator = "insecure", seed = 3}')
     assert "that takes more than 4 clients" in call("simulate", write(server=turns)).stderr
     assert "that takes more than 4 clients" in Simulation(write(server=insecure)).step()
-    sampled = "[simulate]\nsampled = 2\n"
-    file = write(server=insecure.replace("separation = 3", "separation = 2"), more=sampled)
+    two = insecure.replace("separation = 3", "separation = 2")
     with pytest.raises(ToolError, match="remove sampled"):
-        Simulation(file)
+        Simulation(write(server=two, more="[simulate]\nsampled = 2\n"))
 
 
 def test_a_spent_budget_ends_it_with_a_sentence(write: Any) -> None:

@@ -149,10 +149,7 @@ Scale = Callable[[int, int], Any]
 
 
 def a_run(folder: Path, steps: Scale, updates: Scale | None = None, seed: int = 0) -> Advice:
-    """Return the advice after ten rounds of eight steps, given the scale of norms, or of each.
-
-    It depends on the round and on the client, of which the last one is the odd one.
-    """
+    """Return the advice after ten rounds of eight steps, of scales by round and client."""
     rng, looks = np.random.default_rng(seed), ["no-op", *(["update-norms"] if updates else [])]
     nodes = [Node(folder / name, looks) for name in CLIENTS]
     for round_ in range(1, 11):
@@ -172,7 +169,7 @@ def in_round(chosen: int, times: float) -> Scale:
 
 
 @pytest.mark.parametrize(
-    ("steps", "updates", "start", "said"),
+    ("steps", "updates", "start", "why"),
     [
         (odd(1.0), odd(1.0), "", "is unlikely to help"),
         (odd(2.5), odd(1.4), "", "is unlikely to help"),
@@ -185,12 +182,10 @@ def in_round(chosen: int, times: float) -> Scale:
         (in_round(7, 1000.0), odd(1.0), "step.fixed", "site-c: a norm of up to"),
     ],
 )
-def test_what_comes_first(
-    tmp_path: Path, steps: Scale, updates: Any, start: str, said: str
-) -> None:
+def test_what_comes_first(tmp_path: Path, steps: Scale, updates: Any, start: str, why: str) -> None:
     advice = a_run(tmp_path, steps, updates)
     assert advice.start == start
-    assert said in " ".join([advice.answer, *advice.findings])
+    assert why in " ".join([advice.answer, *advice.findings])
     first = advice.proposals[0]
     assert first.name == (start or "step.fixed")
     if first.limit is not None:

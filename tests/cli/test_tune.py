@@ -153,8 +153,7 @@ def test_runs_go_on_where_they_stopped(config: Path, monkeypatch: pytest.MonkeyP
     call(*words, "--nodes")
     assert commands == {"simulate", "quickrun"}
     monkeypatch.setattr(Ranking, "winner", "max_norm=3.0")
-    done = call(*words, "--write")
-    assert "wrote max_norm=3.0" in done.stdout
+    assert "wrote max_norm=3.0" in call(*words, "--write").stdout
     assert "{max_norm = 3.0}" in config.read_text().replace("{ ", "{").replace(" }", "}")
 
 
@@ -268,16 +267,11 @@ def test_a_client_that_fails_ends_all(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.soak
-def test_the_page_has_the_numbers_of_the_demo(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page_has_the_numbers_of_the_demo(tmp_path: Path, capsys: Any) -> None:
     page = (ROOT / "docs" / "demo.md").read_text(encoding="utf-8")
     ranking = run_demo(tmp_path / "demo")
-    for way, row in {
-        "no-clipping": "no clipping",
-        "fixed-bound": "fixed bound 1",
-        "adaptive-bound": "adaptive bound",
-    }.items():
+    rows = ("no clipping", "fixed bound 1", "adaptive bound")
+    for way, row in zip(("no-clipping", "fixed-bound", "adaptive-bound"), rows, strict=True):
         found = re.search(rf"^\| {row} \| ([\d.]+) % ± ([\d.]+) % \|", page, re.M)
         assert found is not None
         said = [float(number) / 100 for number in found.groups()]

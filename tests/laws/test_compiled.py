@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import SPECIMENS, Specimen, gradient, needs, require
+from helpers import MODULES, SPECIMENS, Specimen, gradient, needs, require
 
 import fedclip.rules
 from fedclip import AGC, NormClip, ValueClip, ZScoreClip
@@ -23,9 +23,7 @@ from fedclip.testing import SHAPES, to_vector
 from fedclip.transforms import NormClipping, clip_on_device
 
 # Those of the specimens that clip norms.
-RULES = [
-    s for s in SPECIMENS if s.kind == "module" and isinstance(s.make()._transform, NormClipping)
-]
+RULES = [s for s in MODULES if isinstance(s.make()._transform, NormClipping)]
 # Those that parameters of these clippers pick.
 PICKED = [
     Specimen("zscore-clip", {"warmup": 3, "action": "reciprocal", "std_eps": 0.1}, label="zclip"),
@@ -265,21 +263,16 @@ def test_derivatives_in_torch(specimen: Specimen) -> None:
     h = 1e-5
     up, down = (slopes(function, moved(values, v, e), v, torch.float64)[1] for e in (h, -h))
     assert second == pytest.approx((up - down) / (2 * h), rel=1e-4, abs=1e-4)
-    for one, other in zip(
-        first, torch.func.grad(function)([*map(torch.tensor, values)]), strict=True
-    ):
+    tensors = [*map(torch.tensor, values)]
+    for one, other in zip(first, torch.func.grad(function)(tensors), strict=True):
         torch.testing.assert_close(one, other)
-    _, pushed = torch.func.jvp(
-        function, ([*map(torch.tensor, values)],), ([*map(torch.tensor, v)],)
-    )
+    _, pushed = torch.func.jvp(function, (tensors,), ([*map(torch.tensor, v)],))
     assert along == pytest.approx(float(pushed), rel=1e-9, abs=1e-9)
     single = slopes(function, values, v, torch.float32)
     assert single[1:] == pytest.approx((along, second), rel=1e-3, abs=1e-3)
 
 
-@pytest.mark.parametrize(
-    "clipper", [NormClip(1.0), ZScoreClip(), ValueClip(0.1)], ids=lambda c: c.name
-)
+@pytest.mark.parametrize("clipper", [NormClip(1.0), ZScoreClip(), ValueClip(0.1)], ids=str)
 def test_what_learns_in_python_refuses_recorded_gradients(clipper: Any) -> None:
     torch = require("torch")
     w = torch.tensor([3.0, 4.0], requires_grad=True)
@@ -292,8 +285,7 @@ def test_what_learns_in_python_refuses_recorded_gradients(clipper: Any) -> None:
 
 
 def test_torch_refuses_what_has_no_second_derivative() -> None:
-    torch = require("torch")
-    sparse = torch.eye(2).to_sparse()
+    sparse = require("torch").eye(2).to_sparse()
     pure = pure_clipping(NormClip(1.0))
     state = pure.init({"w": sparse})
     pure.update({"w": sparse}, state)

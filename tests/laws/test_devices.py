@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Torch on a device: few operations, no waiting, and the results of the host.
-
-Several devices of JAX and TensorFlow: tests/loops, where a process with such devices is started.
-"""
+"""Torch on a device: few operations, no waiting, the numbers of the host; others: tests/loops."""
 
 import contextlib
 from collections.abc import Callable
@@ -184,8 +181,7 @@ def test_no_step_waits_for_the_device(name):
 
 @on_cuda
 def test_devices_may_be_mixed():
-    gradient = {"a": torch.tensor([3.0], device="cuda"), "b": torch.tensor([4.0])}
-    out = NormClip(1.0).clip(gradient)
+    out = NormClip(1.0).clip({"a": torch.tensor([3.0], device="cuda"), "b": torch.tensor([4.0])})
     assert (out["a"].is_cuda, out["b"].is_cuda) == (True, False)
     assert [*map(float, out.values())] == pytest.approx([0.6, 0.8], rel=3e-6)
 

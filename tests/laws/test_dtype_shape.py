@@ -87,8 +87,7 @@ def test_nothing_to_clip(specimen: Specimen) -> None:
 def test_arrays_of_two_frameworks_are_refused(framework: str) -> None:
     needs(framework)
     (alien,) = to_vector({"b": np.ones(3)}, framework).coefs.values()
-    own = np.ones(3)
-    clipper = NormClip()
+    own, clipper = np.ones(3), NormClip()
     clipper.clip({"a": own, "b": own})
     for arrays in ({"a": own, "b": alien}, {"a": alien, "b": own}):
         with pytest.raises(TypeError, match=r"one framework: 'a' is of [a-z]+, 'b'"):
@@ -100,8 +99,7 @@ def test_tensors_that_are_negated_when_they_are_read() -> None:
     given = {"w": torch._neg_view(torch.tensor([3.0, 4.0]))}
     for clipper in (NormClip(5.0, dims=0), NormClip(1.0), Standardize(), ValueClip(1.0)):
         found = clipper.clip(given)["w"].resolve_neg()
-        right = clipper.clip({"w": given["w"].resolve_neg()})["w"]
-        assert torch.equal(found, right)
+        assert torch.equal(found, clipper.clip({"w": given["w"].resolve_neg()})["w"])
 
 
 # -- sparse gradients: rows that repeat are added up before they are measured ---------------------
@@ -178,7 +176,6 @@ def test_slices_that_do_not_know_their_shape_keep_to_tiny_limits(dtype: str) -> 
     """The gradients of embeddings in a `tf.function` are such."""
     tf = require("tensorflow")
     values = tf.cast(tf.constant([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0], [7.0, 8.0, 9.0]]), dtype)
-    gradient = tf.IndexedSlices(values, tf.constant([0, 1, 0]))
     limit = 1e-5 if dtype == "float16" else 1e-30
-    clipped = NormClip(limit).clip({"w": gradient})["w"]
+    clipped = NormClip(limit).clip({"w": tf.IndexedSlices(values, tf.constant([0, 1, 0]))})["w"]
     assert 0.0 < norm([tf.cast(clipped.values, "float64").numpy()]) <= limit

@@ -4,19 +4,11 @@
 import warnings
 from typing import Any
 
+import helpers
 import numpy as np
 import pytest
 from declearn.optimizer.modules import OptiModule
-from helpers import (
-    MODULES,
-    SPECIMENS,
-    Specimen,
-    each_framework,
-    pairwise,
-    run,
-    specimens,
-    specimens_by_framework,
-)
+from helpers import MODULES, SPECIMENS, Specimen, pairwise, run, specimens, specimens_by_framework
 
 from fedclip import FedclipWarning, NonFiniteError, NormClip
 from fedclip.testing import FRAMEWORKS, apply, check_nonfinite, gradient_stream, to_numpy, to_vector
@@ -43,9 +35,8 @@ def test_skip_gives_zero(specimen: Specimen, value: float, framework: str) -> No
     if specimen.name == "no-op":
         return
     clipper = specimen.make(on_nonfinite="skip")
-    with pytest.warns(
-        FedclipWarning, match="NaN or infinity in 'enc.bias'; the gradient is set to zero"
-    ):
+    words = "NaN or infinity in 'enc.bias'; the gradient is set to zero"
+    with pytest.warns(FedclipWarning, match=words):
         out = apply_to_sound_weights(clipper, poisoned(3, value), framework)
     for name, array in to_numpy(out).items():
         assert not array.any(), name
@@ -131,7 +122,7 @@ def test_a_warning_points_to_the_caller_and_tells_a_norm_beyond_float64() -> Non
         assert caught[0].filename == __file__
 
 
-@each_framework()
+@helpers.each_framework()
 def test_numbers_that_are_excluded_may_be_large_or_complex_but_not_nan(framework: str) -> None:
     large = {"w": np.full(2, 3.0), "b": np.array([1e300]), "n": np.array([2**62])}
     found = NormClip(1.0, exclude=["b", "n"]).clip(large)

@@ -137,8 +137,7 @@ def test_only_the_diameter_bounds_an_aggregate_that_is_normalised() -> None:
     assert found.sensitivity("add-remove", "aggregate", 0.0) == 0.0
     x = 1e-7 * np.ones(D)
     # A sensitivity of 2e-6 has become one of 2.
-    apart = norm(once("normalize", x) - once("normalize", -x))
-    assert 2.0 * (1 - 1e-5) <= apart <= 2.0
+    assert 2.0 * (1 - 1e-5) <= norm(once("normalize", x) - once("normalize", -x)) <= 2.0
 
 
 UNBOUNDED = [
@@ -174,11 +173,7 @@ def test_what_has_no_bound_has_a_reason_and_a_counter_example(spec: Spec) -> Non
 
 # The last one wraps an optimizer of torch, which has to be named.
 KNOWN = {"l2-clipping", "l2-global-clipping", "gaussian-noise", "torch-optim"}
-OTHERS = [
-    name
-    for name, cls in PLUGINS.items()
-    if cls.__module__.startswith("declearn.") and name not in KNOWN
-]
+OTHERS = sorted({n for n, c in PLUGINS.items() if c.__module__.startswith("declearn.")} - KNOWN)
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -54,10 +54,8 @@ class Sound(OptiModule):
     def bad(self, gradients: Vector[Any]) -> Vector[Any]:
         return gradients * math.nan
 
-    def scale(self, gradients: Vector[Any], factor: float) -> Vector[Any]:
-        return type(gradients)(
-            {k: np.asarray(v * factor, v.dtype) for k, v in gradients.coefs.items()}
-        )
+    def scale(self, given: Vector[Any], factor: float) -> Vector[Any]:
+        return type(given)({k: np.asarray(v * factor, v.dtype) for k, v in given.coefs.items()})
 
 
 def test_a_sound_clipper_passes() -> None:

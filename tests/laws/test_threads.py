@@ -130,11 +130,9 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(
     assert all(other == found[0] for other in found)
 
 
-@pytest.mark.parametrize(
-    ("setting", "most"), [("1", 1), ("2,1", 2), ("", 64), ("many", 64), ("0", 1)]
-)
-def test_settings_limit_the_number(setting: str, most: int, monkeypatch: Any) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", setting)
+@pytest.mark.parametrize(("text", "most"), [("1", 1), ("2,1", 2), ("", 64), ("many", 64), ("0", 1)])
+def test_settings_limit_the_number(text: str, most: int, monkeypatch: Any) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", text)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
     monkeypatch.setitem(cores.sys.modules, "torch", None)
     assert cores.cores() == most

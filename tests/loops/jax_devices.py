@@ -8,16 +8,8 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedclip import (
-    AGC,
-    Centralize,
-    EmaNormClip,
-    EmaValueClip,
-    Normalize,
-    NormClip,
-    ValueClip,
-    ZScoreClip,
-)
+from fedclip import AGC, EmaNormClip, EmaValueClip, Normalize, NormClip, ValueClip, ZScoreClip
+from fedclip.clippers.centralize import Centralize
 from fedclip.loops.jax import as_optax
 
 SHAPES = {"w": ((8, 6), P("data", None)), "v": ((4, 12), P(None, "data")), "b": ((3,), P())}
@@ -34,10 +26,7 @@ RNG = np.random.default_rng(0)
 
 
 def tree(scale):
-    return {
-        name: (scale * RNG.standard_normal(shape)).astype(np.float32)
-        for name, (shape, _) in SHAPES.items()
-    }
+    return {n: (scale * RNG.standard_normal(s)).astype(np.float32) for n, (s, _) in SHAPES.items()}
 
 
 PARAMS = tree(1.0)
@@ -51,15 +40,13 @@ def run(clipper, place, mesh=None):
     state = transform.init(params)
     for name, kept in getattr(state.statistics, "arrays", {}).items():
         assert kept["past"].sharding.is_equivalent_to(params[name].sharding, params[name].ndim)
-    step = jax.jit(transform.update)
-    found = []
+    step, found = jax.jit(transform.update), []
     for gradient in GRADS:
         updates, state = step(place(gradient), state, params)
         if mesh is not None:
             for name, (_, spec) in SHAPES.items():
-                assert updates[name].sharding.is_equivalent_to(
-                    NamedSharding(mesh, spec), updates[name].ndim
-                ), (name, updates[name].sharding)
+                wanted, update = NamedSharding(mesh, spec), updates[name]
+                assert update.sharding.is_equivalent_to(wanted, update.ndim), name
         found.append(jax.tree.map(np.asarray, updates))
     return found, np.asarray(state.norm)
 
@@ -88,18 +75,14 @@ def jnp_tree(values):
 def shard_maps():
     mesh = jax.make_mesh((4,), ("data",))
     specs = {name: spec for name, (_, spec) in SHAPES.items()}
-    place = placed(mesh)
+    both, place = {"in_specs": (specs, P()), "out_specs": (specs, P())}, placed(mesh)
     for name in ("z-score", "to a norm", "huge"):
         clipper = CLIPPERS[name]
         transform, whole = as_optax(clipper, axis_name="data"), as_optax(clipper)
         # Compiled, as operations that are not are compiled one by one.
         alone = jax.jit(whole.update)
         state, expected_state = whole.init(PARAMS), whole.init(PARAMS)
-        step = jax.jit(
-            jax.shard_map(
-                transform.update, mesh=mesh, in_specs=(specs, P()), out_specs=(specs, P())
-            )
-        )
+        step = jax.jit(jax.shard_map(transform.update, mesh=mesh, **both))
         for gradient in GRADS:
             expected, expected_state = alone(jnp_tree(gradient), expected_state)
             found, state = step(place(gradient), jax.device_put(state, NamedSharding(mesh, P())))

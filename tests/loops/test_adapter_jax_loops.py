@@ -11,15 +11,7 @@ optax = require("optax")
 import jax.numpy as jnp  # noqa: E402
 from helpers import SPECIMENS, Specimen, specimens  # noqa: E402
 
-from fedclip import (  # noqa: E402
-    AGC,
-    AutoClip,
-    EmaNormClip,
-    EmaValueClip,
-    NormClip,
-    ValueClip,
-    ZScoreClip,
-)
+from fedclip import AGC, AutoClip, EmaNormClip, EmaValueClip, NormClip, ValueClip, ZScoreClip  # noqa: E402
 from fedclip.loops.jax import ClipState, as_optax, metrics, on_round_start, set_state  # noqa: E402
 from fedclip.testing import SHAPES  # noqa: E402
 
@@ -63,8 +55,7 @@ def test_nnx_modules_show_one_name_for_a_variable_and_its_array():
     optimizer = nnx.Optimizer(model, as_optax(clipper), wrt=nnx.Param)
     before = jax.tree.structure(optimizer.opt_state)
     for _ in range(3):
-        gradients = nnx.grad(lambda m: jnp.sum(m(jnp.ones((4, 3))) ** 2))(model)
-        optimizer.update(model, gradients)
+        optimizer.update(model, nnx.grad(lambda m: jnp.sum(m(jnp.ones((4, 3))) ** 2))(model))
     assert jax.tree.structure(optimizer.opt_state) == before
     params = nnx.state(model, nnx.Param)
     assert metrics(clipper, optimizer.opt_state, params)["round/steps"] == 3
@@ -75,17 +66,15 @@ def test_nnx_modules_show_one_name_for_a_variable_and_its_array():
 def test_modules_of_equinox_and_what_is_no_array_is_refused_by_name():
     eqx = pytest.importorskip("equinox")
     model = eqx.nn.Linear(3, 2, key=jax.random.key(0))
-    transform = as_optax(NormClip(0.1, scope="tensor"))
+    clipper = NormClip(0.1, scope="tensor")
+    transform = as_optax(clipper)
     with pytest.raises(TypeError, match=r"'act' is not an array, but .* eqx\.filter"):
         transform.init({"w": jnp.ones(2), "act": jax.nn.relu})
     gradients = eqx.filter_grad(lambda m: jnp.sum(m(jnp.ones(3)) ** 2))(model)
     params = eqx.filter(model, eqx.is_array)
     updates, state = eqx.filter_jit(transform.update)(gradients, transform.init(params), params)
     assert norm(updates.weight) == pytest.approx(0.1, rel=1e-4)
-    assert set(metrics(NormClip(0.1, scope="tensor"), state, params)) >= {
-        "weight/norm",
-        "bias/norm",
-    }
+    assert set(metrics(clipper, state, params)) >= {"weight/norm", "bias/norm"}
 
 
 def test_complex_numbers_count_by_their_absolute_value():
@@ -183,10 +172,9 @@ def test_a_state_is_read_with_the_parameters_that_it_is_of():
     _, state = transform.update(GRADS[0], transform.init(PARAMS), PARAMS)
     with pytest.raises(ValueError, match="holds 0"):
         metrics(clipper, optax.sgd(0.1).init(PARAMS), PARAMS)
-    fewer = dict([*PARAMS.items()][:1])
     many = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), state)
     for verb in (metrics, set_state):
-        for wrong, params in ((state, fewer), (many, PARAMS)):
+        for wrong, params in ((state, dict([*PARAMS.items()][:1])), (many, PARAMS)):
             with pytest.raises(ValueError, match="give the parameters of init"):
                 verb(clipper, wrong, params)
     assert not clipper.get_state()["groups"]
@@ -234,9 +222,8 @@ def test_leaves_of_the_same_path_are_clipped_each_by_itself():
     with pytest.raises(ValueError, match=r"agc has no weights for .*; it was given none"):
         transform.update(tree, transform.init(weights))
     output, _ = transform.update(tree, transform.init(weights), weights)
-    expected = AGC(0.1).clip(
-        {"x": tree["a"]["b"], "y": tree["a.b"]}, {"x": weights["a"]["b"], "y": weights["a.b"]}
-    )
+    apart = [{"x": leaves["a"]["b"], "y": leaves["a.b"]} for leaves in (tree, weights)]
+    expected = AGC(0.1).clip(*apart)
     np.testing.assert_allclose(output["a"]["b"], expected["x"], rtol=1e-6)
     np.testing.assert_allclose(output["a.b"], expected["y"], rtol=1e-6)
 

@@ -1,8 +1,4 @@
-"""Keras' optimizers with a clipper of fedclip, on each of Keras' backends.
-
-Keras' own global_clipnorm, clipnorm and clipvalue are the oracle: with the same limit, all that
-the inner optimizer does besides must be the same to the rounding of the clip.
-"""
+"""Keras' optimizers with a clipper, on each backend; Keras' own clipping is the oracle."""
 
 import pickle
 import warnings
@@ -94,9 +90,8 @@ def test_a_loss_scale_may_be_inside_or_outside(place):
     scaled = optimizers.LossScaleOptimizer
     expected = trained(optimizers.Adam(0.1, global_clipnorm=LIMIT))
     if place == "inside":
-        optimizer = clipped = ClippedOptimizer(
-            scaled(optimizers.Adam(0.1), initial_scale=64.0), NormClip(LIMIT)
-        )
+        inner = scaled(optimizers.Adam(0.1), initial_scale=64.0)
+        optimizer = clipped = ClippedOptimizer(inner, NormClip(LIMIT))
     else:
         clipped = ClippedOptimizer(optimizers.Adam(0.1, loss_scale_factor=4.0), NormClip(LIMIT))
         optimizer = scaled(clipped, initial_scale=64.0)
@@ -104,8 +99,7 @@ def test_a_loss_scale_may_be_inside_or_outside(place):
     close(trained(optimizer, scale=64.0), expected)
     # A step that the loss scale skips teaches the clipper nothing.
     before = clipped.metrics()
-    bad = [g * float("nan") for g in next(stream())]
-    optimizer.apply(bad, optimizer._trainable_variables)
+    optimizer.apply([g * float("nan") for g in next(stream())], optimizer._trainable_variables)
     assert clipped.metrics() == before
     assert before["round/steps"] == 7
     last = np.concatenate([np.ravel(g) for g in list(stream())[-1]])
@@ -197,8 +191,7 @@ def test_fit_does_what_keras_own_clip_does(options, jit):
         pytest.skip("torch.compile is tried by the tests of torch")
     clipped = model(norm_clipped(optimizers.Adam(0.01, **options)), jit_compile=jit)
     plain = model(optimizers.Adam(0.01, global_clipnorm=0.1, **options), jit_compile=jit)
-    losses = [fit(net, 2)["loss"] for net in (clipped, plain)]
-    np.testing.assert_allclose(*losses, rtol=1e-5)
+    np.testing.assert_allclose(*[fit(net, 2)["loss"] for net in (clipped, plain)], rtol=1e-5)
     close(clipped.get_weights(), plain.get_weights())
 
 
@@ -254,9 +247,8 @@ def test_several_optimizers_may_each_be_clipped_and_share_nothing():
     clipper = ZScoreClip()
     clipped = {name: ClippedOptimizer("sgd", clipper) for name in ("kernel", "rest")}
     choose = lambda v: clipped["kernel" if v.name == "kernel" else "rest"]  # noqa: E731
-    optimizer = optimizers.MultiOptimizer(choose)
     gradients = list(stream())[1]
-    optimizer.apply(gradients, variables())
+    optimizers.MultiOptimizer(choose).apply(gradients, variables())
     kernel, bias, scale = map(np.asarray, gradients)
     sizes = np.linalg.norm(kernel), np.hypot(np.linalg.norm(bias), scale)
     for name, size in zip(("kernel", "rest"), sizes, strict=True):

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lightning: gradients are clipped once before each optimizer step, in every kind of loop.
-
-The oracle is Lightning's own ``gradient_clip_val``, where it clips at all.
-"""
+"""Lightning: gradients are clipped once before each optimizer step, as by its own clip."""
 
 from functools import partial
 from pathlib import Path
@@ -152,8 +149,7 @@ def test_what_can_not_be_clipped_once_is_refused_before_the_first_step(tmp_path:
         fit(tmp_path, model, ClipCallback(NormClip()), gradient_clip_val=1.0)
     with pytest.raises(ValueError, match="without fused=True"):
         fit(tmp_path, model, ClipCallback(NormClip()), **amp("16-mixed"))
-    strategy = type("DeepSpeedStrategy", (), {})()
-    fake = SimpleNamespace(gradient_clip_val=None, strategy=strategy)
+    fake = SimpleNamespace(gradient_clip_val=None, strategy=type("DeepSpeedStrategy", (), {})())
     with pytest.raises(NotImplementedError, match="DeepSpeed"):
         ClipCallback(NormClip()).setup(fake, None, "fit")
     assert model.norms == [[]]
@@ -165,13 +161,11 @@ def test_a_run_that_is_resumed_ends_as_one_that_was_not(tmp_path: Path) -> None:
     make = partial(EmaNormClip, scope="tensor", decay=0.5)
     whole, file = Model(), tmp_path / "one.ckpt"
     fit(tmp_path, whole, ClipCallback(make()), max_epochs=2)
-    half = fit(tmp_path, Model(), ClipCallback(make()))
-    half.save_checkpoint(file)
+    fit(tmp_path, Model(), ClipCallback(make())).save_checkpoint(file)
     # Statistics that are arrays are saved as tensors.
     torch.load(file, weights_only=True)
     resumed, callback = Model(), ClipCallback(make())
-    again = trainer(tmp_path, callback, max_epochs=2)
-    again.fit(resumed, batches(), ckpt_path=file)
+    trainer(tmp_path, callback, max_epochs=2).fit(resumed, batches(), ckpt_path=file)
     assert [r.round for r in callback.clippers[0].rounds if r.group == "all"] == [1, 2]
     assert all(map(torch.equal, resumed.parameters(), whole.parameters()))
 

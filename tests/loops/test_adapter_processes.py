@@ -64,8 +64,7 @@ def test_two_processes_train_what_one_does(tmp_path: Path) -> None:
         pytest.importorskip(name)
     from loops.transformers_processes import trained
 
-    script = str(Path(__file__).with_name("transformers_processes.py"))
-    ended(*SPREAD, script, tmp_path)
+    ended(*SPREAD, Path(__file__).with_name("transformers_processes.py"), tmp_path)
     runs, others = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert runs == others
     model, clipper = trained(str(tmp_path))
@@ -93,15 +92,13 @@ def test_meshes_and_shard_map_do_what_one_device_does():
     assert result.stdout.splitlines()[-1] == "all as on one device"
 
 
-@pytest.mark.parametrize(
-    ("backend", "resumed"), [("jax", "pickle"), ("torch", "save or clipvalue")]
-)
-def test_keras_is_the_same_on_other_backends(backend, resumed):
+@pytest.mark.parametrize(("backend", "more"), [("jax", "pickle"), ("torch", "save or clipvalue")])
+def test_keras_is_the_same_on_other_backends(backend, more):
     require("keras")
     require(backend)
     command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-n0", "-m", ""]
     # Where fedclip or Keras does something else on each: steps, fit, variables.
-    parts = f"fit_does or accumulated or history or {resumed}"
+    parts = f"fit_does or accumulated or history or {more}"
     ended(
         *(*command, "-k", parts, Path(__file__).with_name("test_adapter_keras.py")),
         # What Keras calls is the same with and without; it compiles in less time.

@@ -24,9 +24,7 @@ def test_gradients_of_none_and_indexed_slices():
     np.testing.assert_allclose(run(), found.values, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("wrap", "name"), [(tf.function, "generator"), (lambda step: step, "critic")]
-)
+@pytest.mark.parametrize(("wrap", "name"), [(tf.function, "generator"), (lambda f: f, "critic")])
 def test_a_clipper_of_one_model_refuses_the_gradients_of_another(wrap, name):
     clipper = ZScoreClip()
     one, other = tf.Variable([3.0, 4.0], name="critic"), tf.Variable([3.0, 4.0], name=name)

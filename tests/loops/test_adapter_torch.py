@@ -11,18 +11,10 @@ torch = require("torch")
 
 from torch_loops import backward, build, closure_of, total  # noqa: E402
 
-from fedclip import (  # noqa: E402
-    AGC,
-    EmaNormClip,
-    EmaValueClip,
-    FedclipWarning,
-    GrowthValueClip,
-    NonFiniteError,
-    NormClip,
-    PercentileNormClip,
-    ZScoreClip,
-)
+from fedclip import AGC, EmaNormClip, EmaValueClip, NormClip, PercentileNormClip, ZScoreClip  # noqa: E402
 from fedclip.arrays.torch import TorchBackend  # noqa: E402
+from fedclip.clippers.growth_value_clip import GrowthValueClip  # noqa: E402
+from fedclip.errors import FedclipWarning, NonFiniteError  # noqa: E402
 from fedclip.loops.torch import PureClipping, attach, clip_, clip_grad_norm_  # noqa: E402
 
 SGD = torch.optim.SGD
@@ -60,9 +52,7 @@ def _filled(model, without=()):
     return [p for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize(
-    "clipper", [ZScoreClip(scope="tensor"), EmaValueClip()], ids=lambda c: c.name
-)
+@pytest.mark.parametrize("clipper", [ZScoreClip(scope="tensor"), EmaValueClip()], ids=str)
 def test_a_list_whose_members_change_is_refused(clipper):
     model = torch.nn.Sequential(*[torch.nn.Linear(3, 3) for _ in range(3)])
     clip_(_filled(model), clipper)
@@ -116,10 +106,8 @@ def test_a_number_is_a_fixed_limit():
 def test_a_layer_is_one_whatever_stands_for_its_weight():
     for made in (torch.nn.utils.parametrizations.weight_norm, torch.nn.utils.spectral_norm):
         model = torch.nn.Sequential(made(torch.nn.Linear(3, 3)), torch.nn.Linear(3, 3))
-        groups = NormClip(1.0, scope="layer").groups(
-            {n: p.shape for n, p in model.named_parameters()}
-        )
-        assert groups.labels == ("0", "1")
+        shapes = {n: p.shape for n, p in model.named_parameters()}
+        assert NormClip(1.0, scope="layer").groups(shapes).labels == ("0", "1")
 
 
 @pytest.mark.parametrize("scope", ["global", "tensor"])
@@ -155,9 +143,8 @@ def _without_grad(model, optimizer):
     def round_():
         with torch.enable_grad():
             loss = model(torch.ones(3, 5)).square().sum()
-        for p, g in zip(
-            model.parameters(), torch.autograd.grad(loss, [*model.parameters()]), strict=True
-        ):
+        gradients = torch.autograd.grad(loss, [*model.parameters()])
+        for p, g in zip(model.parameters(), gradients, strict=True):
             p -= 1e-3 * g
 
     return round_

@@ -143,8 +143,7 @@ def test_wrapped_and_compiled_models_have_the_same_names():
     # A child that is called so keeps its place.
     wrapped.head = torch.nn.Linear(1, 1)
     wrapped.head(torch.ones(1)).backward()
-    groups = clip_(wrapped, NormClip(1.0, scope="layer")).groups
-    assert groups == ("module.0", "module.2", "head")
+    assert clip_(wrapped, NormClip(1.0, scope="layer")).groups == ("module.0", "module.2", "head")
 
 
 def test_a_state_from_before_is_a_fresh_start_said_once():

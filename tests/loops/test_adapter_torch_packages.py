@@ -89,8 +89,7 @@ def test_schedulefree():
         for end, loop in (("", by_turns), ("Closure", by_closure)):
             make = getattr(package, f"{kind}ScheduleFree{end}")
             clips_and_comes_back(lambda m, make=make: make(m.parameters(), lr=0.01), loop)
-    wrap = package.ScheduleFreeWrapper
-    clips_and_comes_back(lambda m: wrap(SGD(m.parameters(), lr=0.01)), once)
+    clips_and_comes_back(lambda m: package.ScheduleFreeWrapper(SGD(m.parameters(), lr=0.01)), once)
 
 
 def test_each_of_pytorch_optimizer():
@@ -152,9 +151,8 @@ def test_torchzero_and_accelerate():
 
 def test_adapters_of_peft():
     package = pytest.importorskip("peft")
-    model = package.get_peft_model(
-        build(), package.LoraConfig(target_modules=["0", "2"], r=2, init_lora_weights="gaussian")
-    )
+    config = package.LoraConfig(target_modules=["0", "2"], r=2, init_lora_weights="gaussian")
+    model = package.get_peft_model(build(), config)
     # A class of its own, whose step multiplies the gradients and calls that of SGD.
     riemannian = pytest.importorskip("peft.optimizers.riemannian").create_riemannian_optimizer
     optimizer = riemannian(model, SGD, lr=0.01)

@@ -16,14 +16,7 @@ torch = require("torch")
 from torch_loops import backward, build, closure_of  # noqa: E402
 
 from fedclip import FedclipWarning, NormClip, ZScoreClip  # noqa: E402
-from fedclip.loops.torch import (  # noqa: E402
-    attach,
-    attach_update,
-    clip_,
-    clip_grad_norm_,
-    get_state,
-    handles,
-)
+from fedclip.loops.torch import attach, attach_update, clip_, clip_grad_norm_, get_state, handles  # noqa: E402
 
 SGD = torch.optim.SGD
 
@@ -67,18 +60,16 @@ class Fails(Twice):
 
 
 @pytest.mark.parametrize("kind", [Derived, Twice, Fails])
-@pytest.mark.parametrize(
-    ("closure", "scheduler"),
-    [(False, "none"), (False, "before"), (True, "after")],
-)
-def test_a_step_is_clipped_once_however_many_steps_it_calls(kind, closure, scheduler):
+@pytest.mark.parametrize(("closure", "made"), [(False, ""), (False, "before"), (True, "after")])
+def test_a_step_is_clipped_once_however_many_steps_it_calls(kind, closure, made):
+    """With a scheduler that is made before or after the clipper is attached, and without one."""
     model, other = build(), build()
     optimizer, plain = kind(model.parameters(), lr=0.1), SGD(other.parameters(), lr=0.1)
-    if scheduler == "before":
+    if made == "before":
         torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
     handle = attach(optimizer, ZScoreClip(max_norm=3.0), model)
     second = attach(optimizer, NormClip(2.0), model)
-    if scheduler == "after":
+    if made == "after":
         torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
     byhand, norms = ZScoreClip(max_norm=3.0), []
     compute = closure_of(model, optimizer, norms)
@@ -178,9 +169,7 @@ class Nested:
         self.optimizer.load_state_dict(state_dict["fast"])
 
 
-@pytest.mark.parametrize(
-    "kind", [OwnBoth, Nested, type("NestedOwn", (Nested,), {"inside": OwnBoth})]
-)
+@pytest.mark.parametrize("kind", [OwnBoth, Nested, type("Both", (Nested,), {"inside": OwnBoth})])
 def test_what_is_saved_comes_back_by_the_optimizers_own_loader(kind):
     def made():
         model = build()

@@ -76,9 +76,7 @@ def test_it_does_what_max_grad_norm_does(tmp_path: Path) -> None:
     assert "limit" not in second.state.log_history[-1]
 
 
-def test_gradients_are_unscaled_before_they_are_clipped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_are_unscaled_before_they_are_clipped(tmp_path: Path, monkeypatch: Any) -> None:
     plain = ClipCallback(NormClip(LIMIT))
     make(tmp_path, plain).train()
     scaled(monkeypatch)
@@ -97,10 +95,9 @@ def test_clipping_twice_or_too_late_is_refused(tmp_path: Path) -> None:
         trainer.train()
     assert all(map(torch.equal, before, trainer.model.parameters()))
     deepspeed = type("DeepSpeedOptimizerWrapper", (), {})()
+    told = make(tmp_path).args, trainer.state, trainer.control
     with pytest.raises(NotImplementedError, match="DeepSpeed"):
-        ClipCallback(NormClip()).on_train_begin(
-            make(tmp_path).args, trainer.state, trainer.control, optimizer=deepspeed
-        )
+        ClipCallback(NormClip()).on_train_begin(*told, optimizer=deepspeed)
     trainer = make(tmp_path, ClipCallback(NormClip()))
     trainer.optimizer = transformers.trainer_pt_utils.LayerWiseDummyOptimizer()
     for parameter in trainer.model.parameters():
@@ -116,12 +113,8 @@ def test_a_run_that_is_resumed_ends_as_one_that_was_not(tmp_path: Path, by_train
         first = ZScoreClip(warmup=3) if by_trainer else EmaNormClip(scope="tensor", decay=0.5)
         return [ClipCallback(first), ClipCallback(NormClip(1.0))]
 
-    options = {
-        "num_train_epochs": 2,
-        "save_strategy": "steps",
-        "save_steps": 12,
-        "restore_callback_states_from_checkpoint": by_trainer,
-    }
+    options: Any = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 12}
+    options["restore_callback_states_from_checkpoint"] = by_trainer
     whole = make(tmp_path, *callbacks(), **options)
     whole.train()
     resumed = make(tmp_path, *callbacks(), **options)

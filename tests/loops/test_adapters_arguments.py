@@ -80,9 +80,8 @@ def test_what_compiled_code_can_not_do_is_refused(name):
 
 
 def test_arguments_in_another_order_are_refused_in_words():
-    torch = pytest.importorskip("torch")
+    layer = pytest.importorskip("torch").nn.Linear(2, 1)
     adapter = import_module("fedclip.loops.torch")
-    layer = torch.nn.Linear(2, 1)
     with pytest.raises(TypeError, match="first argument must be a torch optimizer, got Linear"):
         adapter.attach(layer, NormClip(1.0))
     with pytest.raises(TypeError, match=r"Linear.* is not a clipper"):

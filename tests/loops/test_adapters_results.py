@@ -137,8 +137,7 @@ def keras_optimizer(clipper: Any) -> Loop:
         for variable, weight in zip(variables, WEIGHTS.values(), strict=True):
             variable.assign(weight)
         optimizer.apply([*map(keras.ops.convert_to_tensor, gradient.values())], variables)
-        pairs = zip(WEIGHTS.items(), variables, strict=True)
-        return {n: w - v.numpy() for (n, w), v in pairs}
+        return {n: w - v.numpy() for (n, w), v in zip(WEIGHTS.items(), variables, strict=True)}
 
     return loop_of(step, optimizer)
 
@@ -241,9 +240,8 @@ def test_a_loop_does_what_the_clipper_does(loop: str, name: str) -> None:
     assert json.dumps(numbers)
     assert (numbers["clip/round/steps"], numbers["clip/round/nonfinite"]) == (13, 1)
     labels = {n for n in numbers if n in wanted and not n.endswith("round/round")}
-    assert {n: numbers[n] for n in labels} == pytest.approx(
-        {n: wanted[n] for n in labels}, rel=1e-4
-    )
+    expected = pytest.approx({n: wanted[n] for n in labels}, rel=1e-4)
+    assert {n: numbers[n] for n in labels} == expected
     assert ("clip/round/fixed" in numbers) == (loop in EAGER)
     made.on_round_start()
     # In eager code a round begins with its first step.

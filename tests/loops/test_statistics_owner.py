@@ -110,9 +110,8 @@ def test_a_state_of_another_configuration_optimizer_or_model() -> None:
         with pytest.warns(FedclipWarning, match="it starts anew"):
             third[2].set_state(state)
         assert not third[2].get_state()["groups"]
-    wider = build(width=4)
     with pytest.raises(ValueError, match="other names or shapes of parameters"):
-        wider[2].set_state(state)
+        build(width=4)[2].set_state(state)
     # Older, or from a federation.
     del state["owner"]
     other.load_state_dict(saved)
@@ -128,9 +127,8 @@ def test_two_of_one_kind_get_their_own_in_any_order() -> None:
     other, again, two = build("SGD", ZScoreClip(warmup=1))
     one = attach(again, ZScoreClip(warmup=3), other)
     again.load_state_dict(saved)
-    assert [h.get_state()["groups"] for h in (one, two)] == [
-        h.get_state()["groups"] for h in (first, second)
-    ]
+    for found, expected in ((one, first), (two, second)):
+        assert found.get_state()["groups"] == expected.get_state()["groups"]
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
@@ -189,7 +187,6 @@ def test_a_step_that_is_skipped_changes_nothing(options: Any, closure: bool, kin
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FedclipWarning)
         step(float("nan") if kind == "nan" else 1e6)
-    after = model.state_dict(), optimizer.state_dict()["state"]
-    assert repr(after) == repr(before)
+    assert repr((model.state_dict(), optimizer.state_dict()["state"])) == repr(before)
     step(1.0)
     assert repr(optimizer.state_dict()["state"]) != repr(before[1])

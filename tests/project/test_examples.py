@@ -161,13 +161,10 @@ def test_the_site_has_every_public_name_and_loads_nothing_from_the_network(tmp_p
         assert not [target for target in loaded if "//" in target], page
 
 
-def test_the_example_clips_the_client_in_other_units(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_example_clips_the_client_in_other_units(tmp_path: Path, monkeypatch: Any) -> None:
     """And docs/simulate.md has its numbers."""
-    folder = shutil.copytree(
-        LOOPS.parent / "quickrun", tmp_path / "x", ignore=shutil.ignore_patterns("data", "result")
-    )
+    left_out = shutil.ignore_patterns("data", "result")
+    folder = shutil.copytree(LOOPS.parent / "quickrun", tmp_path / "x", ignore=left_out)
     monkeypatch.chdir(folder)
     ended("prepare.py")
     config = folder / "config.toml"
@@ -180,12 +177,8 @@ def test_the_example_clips_the_client_in_other_units(
         accuracies.append(float(rows[-1].split(",")[1]))
     # A record or two may fall on the other side on another processor.
     assert accuracies == pytest.approx([0.86, 0.92], abs=0.015)
-    shares = []
+    found, shares = [*read_report(folder / "result").select(module="norm-clip")], []
     for client in (0, 1, 2):
-        records = [
-            row.record
-            for row in read_report(folder / "result").select(module="norm-clip")
-            if row.node.endswith(f"client_{client}")
-        ]
+        records = [row.record for row in found if row.node.endswith(f"client_{client}")]
         shares.append(sum(r.clipped for r in records) / sum(r.steps for r in records))
     assert shares == pytest.approx([0.09, 0.09, 1.0], abs=0.02)

@@ -142,11 +142,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Path, st
         pytest.importorskip(package)
     if not hasattr(os, "fork"):
         pytest.skip("processes can not be forked here")
-    # Outside the checkout, whose fedclip must not be found.
-    folder = tmp_path_factory.mktemp("runner")
     command = [sys.executable, str(ROOT / "tests" / "support" / "mutated.py")]
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, cwd=folder, **pipes) as runner:
+    # Outside the checkout, whose fedclip must not be found.
+    with subprocess.Popen(command, cwd=tmp_path_factory.mktemp("runner"), **pipes) as runner:
 
         def run(copy: Path, test: str) -> Any:
             # It takes seconds; one that does not end is a failure.

@@ -37,8 +37,7 @@ def strings(file: Path) -> Iterator[str]:
 
 def prose(page: Path) -> str:
     """Return a page without code, tables, headings and pictures."""
-    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
-    lines = text.splitlines()
+    lines = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S).splitlines()
     return "\n".join(x for x in lines if not x.lstrip().startswith(("|", "<!--", "#", "!", "[!")))
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers import each_framework, needs, pairwise, require
+from helpers import each_framework, pairwise, require
 
 from fedclip import AGC, FedclipWarning
 from fedclip.testing import FRAMEWORKS, to_numpy, to_vector
@@ -29,7 +29,6 @@ def unit_norms(values: np.ndarray, axis: int) -> np.ndarray:
 
 @pairwise(framework=FRAMEWORKS, dtype=["float16", "bfloat16", "float32", "float64"], axis=[0, -1])
 def test_no_unit_exceeds_its_limit(framework: str, dtype: str, axis: int) -> None:
-    needs(framework)
     if framework == "numpy" and dtype == "bfloat16":
         pytest.skip("NumPy has no bfloat16")
     weights, grads = tensors(2, 0.1), tensors(3)
@@ -44,10 +43,9 @@ def test_no_unit_exceeds_its_limit(framework: str, dtype: str, axis: int) -> Non
 
 
 def test_weights_of_zero_or_not_finite_leave_the_floor() -> None:
-    grads = {"w": np.ones((3, 4))}
     weights = {"w": np.array([[0.0] * 4, [np.nan] * 4, [1e200, np.inf, 0, 0]])}
     with pytest.warns(FedclipWarning, match=r"weights with NaN or infinity.* is 0\.05"):
-        got = run(AGC(0.1, axis=0, min_norm=0.5), grads, weights)
+        got = run(AGC(0.1, axis=0, min_norm=0.5), {"w": np.ones((3, 4))}, weights)
     np.testing.assert_allclose(unit_norms(got["w"], 0), 0.05)
 
 
@@ -75,10 +73,7 @@ FAR = 1e3
 
 
 def check_units(weight: Any, gradient: Any, clipped: Any, jacobian: Any, name: str = "") -> None:
-    """Each unit's norm is its limit: that of the weights with a derivative in the same output.
-
-    `jacobian` has the shape (outputs, *weight.shape), and is zero where nothing leads.
-    """
+    """Each unit's norm is its limit; the jacobian, of (outputs, *weight.shape), tells units."""
     leads = np.abs(np.asarray(jacobian)) > 1e-7
     assert (leads.sum(0) <= 1).all(), "a weight leads to one output"
     for unit in leads[leads.reshape(len(leads), -1).any(1)]:
@@ -149,13 +144,11 @@ def test_rows_of_attention_and_recurrent_layers_and_refusals() -> None:
     for p in model.parameters():
         if p.ndim > 1:
             norms = torch.linalg.vector_norm(p.grad.flatten(1), dim=1)
-            limits = 0.1 * torch.linalg.vector_norm(p.flatten(1), dim=1)
-            torch.testing.assert_close(norms, limits)
+            torch.testing.assert_close(norms, 0.1 * torch.linalg.vector_norm(p.flatten(1), dim=1))
     with pytest.raises(ValueError, match=r"give the model, or an axis: AGC\(axis=0\)"):
         clip_(model.named_parameters(), AGC())
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with pytest.raises(ValueError, match="give the model, or an axis"):
-        attach(optimizer, AGC(), model.named_parameters())
+        attach(torch.optim.SGD(model.parameters(), 0.1), AGC(), model.named_parameters())
     clip_(model.parameters(), AGC(axis=0))
     grouped = torch.nn.ConvTranspose2d(4, 6, 2, groups=2)
     with pytest.raises(ValueError, match="'weight' belongs to a ConvTranspose2d with groups=2"):
@@ -178,15 +171,13 @@ KERAS = {
 
 @pytest.mark.parametrize(("made", "shape"), KERAS.items())
 def test_units_of_keras_layers(made: str, shape: Any) -> None:
-    tf = require("tensorflow")
-    keras = pytest.importorskip("keras")
+    tf, keras = require("tensorflow"), pytest.importorskip("keras")
     from fedclip.loops.keras import ClippedOptimizer
     from fedclip.loops.tensorflow import CompiledClipper, clip
 
     layer = eval(f"keras.layers.{made}", {"keras": keras})
-    x = tf.range(5)[None] if shape is None else tf.random.normal(shape, seed=1)
     with tf.GradientTape(persistent=True) as tape:
-        found = layer(x)
+        found = layer(tf.range(5)[None] if shape is None else tf.random.normal(shape, seed=1))
         axes = [i for i in range(len(found.shape) - 1) if "->abde" not in made or i < 2]
         found = tf.reshape(tf.reduce_sum(found, axes), [-1])
     variable = layer.trainable_variables[0]
@@ -220,8 +211,7 @@ def test_units_of_keras_layers(made: str, shape: Any) -> None:
     ],
 )
 def test_units_of_jax_layers(package: str, made: str, shape: Any) -> None:
-    jax = require("jax")
-    module = pytest.importorskip(package)
+    jax, module = require("jax"), pytest.importorskip(package)
     from fedclip.loops.jax import as_optax
 
     key = jax.random.key(0)
@@ -251,7 +241,6 @@ def test_units_of_jax_layers(package: str, made: str, shape: Any) -> None:
 
 @each_framework()
 def test_vectors_of_declearn_have_the_layout_of_their_framework(framework: str) -> None:
-    needs(framework)
     weight, gradient = ROOT.normal(size=(3, 4)), FAR * ROOT.normal(size=(3, 4))
     output = run(AGC.preset("nfnets"), {"w": gradient}, {"w": weight}, framework)["w"]
     axis = 0 if framework in ("tensorflow", "jax") else 1

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from declearn.model.sklearn import NumpyVector
 from declearn.optimizer.modules import OptiModule
-from helpers import each_framework, needs, pairwise
+from helpers import each_framework, pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -77,8 +77,7 @@ def test_a_lasting_rise_is_followed(name: str, sigma: float, start: int) -> None
 
 def gradients(seed: int) -> list[dict[str, np.ndarray]]:
     """Return gradients with spikes, a rise, a zero step and a tensor that is often zero."""
-    rng = np.random.default_rng(seed)
-    steps = []
+    rng, steps = np.random.default_rng(seed), []
     for t in range(45):
         size = rng.lognormal(0.0, 0.3) * (40.0 if rng.random() < 0.1 else 1.0)
         size *= 0.0 if t == 20 else 8.0 if t > 35 else 1.0
@@ -101,8 +100,7 @@ def test_scaled_gradients_give_scaled_outputs(
         # Rounded first, so that the scaled gradient is that of the same numbers.
         grads = {n: g.astype(dtype) for n, g in grads.items()}
         got = scaled.run(NumpyVector({n: (scale * g).astype(dtype) for n, g in grads.items()}))
-        out = plain.run(NumpyVector(grads)).coefs
-        for n, wanted in out.items():
+        for n, wanted in plain.run(NumpyVector(grads)).coefs.items():
             # What is subtracted, or shared by all tensors, may be larger than what is left.
             size = max(np.abs(g).max() for g in grads.values())
             ours = got.coefs[n].astype(float) / scale
@@ -123,7 +121,6 @@ def test_a_preset_is_what_translate_prints(clipper: str, name: str) -> None:
 
 @each_framework()
 def test_the_first_norms_are_judged_by_their_lower_median(framework: str) -> None:
-    needs(framework)
     orders = [*itertools.permutations([1.0, 2.0, 3.0, 4.0, 5.0])]
     xp, protection = backend_named(framework), WarmupGuard(2.0)
     state = state_of(protection.init(len(orders), xp))

@@ -118,9 +118,7 @@ def test_statistics_are_values_that_can_be_read_and_set() -> None:
 
 
 @pytest.mark.parametrize("warmup_factor", [2.25, None])
-@pytest.mark.parametrize(
-    "specimen", [s for s in MODULES if "warmup" in s.make().parameters], ids=str
-)
+@specimens(s for s in MODULES if "warmup" in s.make().parameters)
 @given(warmup=st.integers(0, 30), feedback=st.sampled_from(["clipped", "raw"]))
 @settings(max_examples=10, deadline=None)
 def test_a_warm_up_of_n_norms_is_over_after_n(
@@ -159,5 +157,4 @@ def test_a_function_is_never_written_down() -> None:
     for write in (clip.get_config, lambda: to_toml(clip)):
         with pytest.raises(TypeError, match="own-limit holds a function"):
             write()
-    again = pickle.loads(pickle.dumps(clip))
-    assert again.observe(1.0).limit == (math.inf,)
+    assert pickle.loads(pickle.dumps(clip)).observe(1.0).limit == (math.inf,)

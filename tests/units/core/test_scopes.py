@@ -25,11 +25,9 @@ def test_tensors_without_the_dims_and_small_slices_are_left_alone() -> None:
     np.testing.assert_allclose(np.linalg.norm(out["table"], axis=1), 1)
 
 
-@pytest.mark.parametrize(
-    "config", [{"dims": 5}, {"dims": [-3]}, {"scope": "tensor", "min_size": 10}]
-)
-def test_slices_that_no_tensor_has_are_named(config: dict[str, Any]) -> None:
-    clip = NormClip(1.0, **config)
+@pytest.mark.parametrize("of", [{"dims": 5}, {"dims": [-3]}, {"scope": "tensor", "min_size": 10}])
+def test_slices_that_no_tensor_has_are_named(of: dict[str, Any]) -> None:
+    clip = NormClip(1.0, **of)
     arrays = {"row": np.full(3, 9.0), "table": np.full((3, 2), 9.0)}
     with pytest.warns(FedclipWarning, match=r"-clip clips nothing.* shapes are \(3,\), \(3, 2\)"):
         clip.clip(arrays)

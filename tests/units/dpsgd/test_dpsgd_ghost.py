@@ -223,13 +223,12 @@ def test_a_layer_that_is_exchanged_is_looked_at_again_and_no_module_is_kept_aliv
 
 
 def test_numbers_that_half_precision_does_not_hold_are_not_lost() -> None:
-    module = nn.Linear(3, 2, bias=False).half()
     x = torch.full((1, 9, 3), 200.0, dtype=torch.float16)
 
     def large(run: Any, record: Any) -> Any:
         return (run((record[None],)).float() * 200.0).sum()
 
-    (stack,) = records.record_stacks(module, large, x, 1)
+    (stack,) = records.record_stacks(nn.Linear(3, 2, bias=False).half(), large, x, 1)
     # 9 positions of 200 * 200 are more than float16 holds.
     assert float(stack.parts["weight"].squares()[0]) == pytest.approx(6 * (9 * 40_000.0) ** 2, 1e-5)
     assert np.isfinite(stack.parts["weight"].sum(torch.ones(1, dtype=torch.float64)).numpy()).all()

@@ -59,8 +59,7 @@ def compiled(two_passes: bool) -> Any:
 
 def total(two_passes: bool, some: Any, factors: Any, groups: Any = None) -> Any:
     stacks = [*compiled(two_passes).stacks(NAMES, weights(), (), some, 5)]
-    kind = made.TwoPassStack if two_passes else made.JaxStack
-    assert {type(stack) for stack in stacks} == {kind}
+    assert {type(stack) for stack in stacks} == {made.TwoPassStack if two_passes else made.JaxStack}
     return ClippedSum(SHAPES, factors, groups).add(stacks).result()
 
 

@@ -257,5 +257,4 @@ def test_a_record_moves_the_sum_by_the_bound_at_most(
     assert np.linalg.norm(whole - without) <= C * (1 + 1e-6) + rounding
     replaced = [*records]
     replaced[at] = (other, 1.0, 1e6)
-    changed = np.linalg.norm(whole - sum_of(name, mode, replaced))
-    assert changed <= 2 * C * (1 + 1e-6) + rounding
+    assert np.linalg.norm(whole - sum_of(name, mode, replaced)) <= 2 * C * (1 + 1e-6) + rounding

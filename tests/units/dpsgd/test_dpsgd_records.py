@@ -78,9 +78,8 @@ def test_datasets_whose_records_can_not_be_drawn_are_refused() -> None:
         Records(dataset(Endless()))
     with pytest.raises(ValueError, match="has to be the records"):
         Records(dataset(sentences(), times_first)).take([1])
-    empty = InMemoryDataset(np.zeros((0, 3)), target=np.zeros(0))
     with pytest.raises(ValueError, match="valid_data holds no record"):
-        first_records(empty)
+        first_records(InMemoryDataset(np.zeros((0, 3)), target=np.zeros(0)))
 
 
 def test_padded_tensorflow_records_do_not_depend_on_each_other() -> None:

@@ -68,9 +68,8 @@ def test_all_rows_of_a_person_move_the_sum_by_the_bound_at_most(mode: str, rows:
         return np.concatenate([a.ravel() for a in sums.values()])
 
     x = data(13).feats.copy()
-    changed = np.where(np.array(OF)[:, None] == "e", rows, x)
     # To replace a person is to take it out and put another in.
-    moved = np.linalg.norm(total(changed) - total(x))
+    moved = np.linalg.norm(total(np.where(np.array(OF)[:, None] == "e", rows, x)) - total(x))
     assert moved <= 2 * C * (1 + 1e-9)
     assert moved > 0
 
@@ -102,8 +101,7 @@ def test_a_model_that_raises_for_a_record_spares_the_others_of_its_person() -> N
 
 def test_persons_are_drawn_whole_or_at_most_so_many_of_their_records() -> None:
     of_e = [i for i, of in enumerate(OF) if of == "e"]
-    whole = Persons(records(), OF)
-    (batch,) = whole.take([4, 1])
+    (batch,) = Persons(records(), OF).take([4, 1])
     assert sorted(batch.positions) == [i for i, of in enumerate(OF) if of in "eb"]
     assert {*np.round(batch.shares, 6)} == {0.2, 0.5}
     some = Persons(records(), OF, max_records=2)
@@ -203,8 +201,7 @@ def test_a_budget_is_sized_for_persons() -> None:
     pytest.importorskip("dp_accounting")
     words = "privacy calibrate --epsilon 3 --rounds 2 --batch-size 20"
     sized = partial(call, *words.split())
-    units = ("--persons", "--records")
-    a, b = (json.loads(sized(unit, 200, "--json").stdout) for unit in units)
+    a, b = (json.loads(sized(unit, 200, "--json").stdout) for unit in ("--persons", "--records"))
     assert a["unit"] == "person"
     assert {name for name in a if a[name] != b[name]} == {"unit"}
     assert "zeroing out one person" in sized("--persons", 200).stdout

@@ -74,9 +74,8 @@ def summed(variance, sites, reach):
 def test_a_sum_is_as_near_to_a_discrete_gaussian_as_is_said(variance, sites):
     found = summed(variance, sites, 12)
     middle = len(found) // 2
-    one = density(variance * sites, middle)
     near = slice(middle - 6, middle + 7)
-    off = np.abs(np.log(found[near] / one[near])).max()
+    off = np.abs(np.log(found[near] / density(variance * sites, middle)[near])).max()
     assert off <= gap(variance, sites)
     assert sites > 2 or off > gap(variance, sites) / 3
 
@@ -85,9 +84,8 @@ def test_a_sum_is_as_near_to_a_discrete_gaussian_as_is_said(variance, sites):
 def test_a_discrete_gaussian_is_as_near_to_a_rounded_continuous_one_as_is_said(rounding):
     variance, y = rounding + 0.02, np.arange(-5, 6)
     w = np.linspace(-1.5, 1.5, 3001)
-    continuous = np.exp(-(w**2) / (2 * (variance - rounding)))
     to = np.exp(-((y[:, None] - w) ** 2) / (2 * rounding))
-    found = (to / to.sum(0)) @ continuous
+    found = (to / to.sum(0)) @ np.exp(-(w**2) / (2 * (variance - rounding)))
     off = np.abs(np.log(found / found.sum() / density(variance, 5))[2:-2]).max()
     assert discrete._log_ratio(rounding) / 20 < off <= discrete._log_ratio(rounding)
 

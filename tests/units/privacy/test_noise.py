@@ -85,12 +85,11 @@ def test_noised_values_keep_their_dtype_and_are_on_a_grid(framework: str, dtype:
         assert result.coefs[name].dtype == array.dtype
         assert tuple(result.coefs[name].shape) == tuple(array.shape)
     np.testing.assert_array_equal(to_numpy(vector)["w"], before)
-    out = to_numpy(result)["w"]
     # Rounding to a float of any width leaves multiples of a power of two what they are; what is
     # below the subnormals of float16 is rounded to one of them.
     grid = 2.0**-31 if dtype != "float16" else 2.0**-24
     assert grid <= 2.0**-30 * std or dtype == "float16"
-    whole = out.astype(np.float64) / grid
+    whole = to_numpy(result)["w"].astype(np.float64) / grid
     assert (whole == np.rint(whole)).all()
     assert len(np.unique(whole)) > 50
 

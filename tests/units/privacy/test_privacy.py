@@ -35,14 +35,13 @@ def test_a_clipper_answers_for_itself() -> None:
         ((3,), TypeError, "a pipeline is a plug-in"),
         (("norm-clp",), ValueError, "did you mean 'norm-clip'"),
         (("norm-clip", {"w": "ab"}), TypeError, "got 'ab' for 'w'"),
-        (("norm-clip", {"w": (3, -1)}), ValueError, "shapes['w'] must be an int >= 0"),
+        (("norm-clip", {"w": (3, -1)}), ValueError, r"shapes\['w'\] must be an int >= 0"),
         ((["norm-clip", {"exclude": "x*"}], {"w": (1,)}), ValueError, "matches no tensor"),
     ],
 )
 def test_what_can_not_be_analysed(arguments: Any, error: type, message: str) -> None:
-    with pytest.raises(error) as caught:
+    with pytest.raises(error, match=message):
         analyse(*arguments)
-    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -69,11 +68,8 @@ def test_what_can_not_be_analysed(arguments: Any, error: type, message: str) -> 
 )
 def test_without_shapes(spec: Any, bound: float | None, formula: str) -> None:
     found = analyse(spec)
-    if bound is None:
-        assert found.l2_bound is None
-    else:
-        assert found.l2_bound == pytest.approx(bound, rel=1e-5)
-        assert found.l2_bound >= bound
+    assert (found.l2_bound is None) == (bound is None)
+    assert bound is None or bound <= found.l2_bound == pytest.approx(bound, rel=1e-5)
     assert found.formula.startswith(formula)
     assert bool(found.formula) == bool(formula)
     assert str(found)

@@ -116,8 +116,7 @@ def test_what_is_advised_comes_first_and_its_limits_are_drawn(tmp_path: Path) ->
     ]
     (odd,) = [f.text for f in read_report(tmp_path).findings() if f.kind == "unlike"]
     assert odd.startswith("site-2: ")
-    advice = Advice("Start with step.fixed.", [odd], proposals, "step.fixed")
-    text = page(tmp_path, advice=advice)
+    text = page(tmp_path, advice=Advice("Start with step.fixed.", [odd], proposals, "step.fixed"))
     (experiment,) = data_of(text)["experiments"]
     rules = {clipper["name"]: clipper["rules"] for clipper in experiment["clippers"]}
     assert rules["no-op"] == [["step.fixed", 1.2, True]]
@@ -137,8 +136,7 @@ def test_a_private_run_shows_its_budget_and_nothing_of_records(tmp_path: Path) -
     for name, modules in (("a", [["sample-clip", {}]]), ("b", [])):
         (folder / name).mkdir(parents=True)
         (folder / name / "optimizer_state_1.mpk").write_bytes(msgpack.packb({"modules": modules}))
-        data = "7654321 records, features (64,)"
-        ledger = Ledger(8.0, 1e-5, folder / name / LEDGER, data=data)
+        ledger = Ledger(8.0, 1e-5, folder / name / LEDGER, data="7654321 records, features (64,)")
         for _ in range(3):
             ledger.reserve(2.0, 0.125, 6)
     server = Checkpointer(str(folder / "server"))

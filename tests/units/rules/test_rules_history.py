@@ -93,13 +93,11 @@ LEARNT: dict[str, tuple[Clipper, list[float], list[float], dict[str, float]]] = 
 def test_what_is_learnt(what: str) -> None:
     clipper, norms, after, state = LEARNT[what]
     assert feed(clipper, norms)[len(norms) - len(after) :] == pytest.approx(after)
-    found = clipper.get_state()["groups"]["all"]
-    assert {name: found[name] for name in state} == state
+    assert state.items() <= clipper.get_state()["groups"]["all"].items()
 
 
 def test_percentile_of_past_norms_only() -> None:
-    norms = lognormal(100)
-    clipper = PercentileNormClip(90.0, window=20)
+    norms, clipper = lognormal(100), PercentileNormClip(90.0, window=20)
     feed(clipper, [*norms, 100.0])
     assert clipper.last.limit[0] == pytest.approx(np.percentile(norms[-20:], 90))
 

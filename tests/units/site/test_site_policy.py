@@ -27,9 +27,8 @@ MODEL = {"w": np.zeros((2, 2), "float32"), "b": np.zeros(2, "float32")}
 
 def with_budget(folder: Path, **settings: Any) -> Policy:
     """Return a policy with a budget for four updates."""
-    ledger = str(folder / "spent.json")
     given = {"noise_multiplier": 2.0, "max_epsilon": 10.0, "delta": 1e-5, **settings}
-    return Policy(max_norm=C, ledger=ledger, **given)
+    return Policy(max_norm=C, ledger=str(folder / "spent.json"), **given)
 
 
 NEEDS = "[update]\nmax_norm = 0.5\n"
@@ -85,8 +84,7 @@ def test_what_others_may_change_on_the_way_to_a_file_is_refused(
     """The law: each file, folder and link that decides what is read belongs to the site alone."""
     for folder in ("folder/inner", "links"):
         (tmp_path / folder).mkdir(parents=True)
-    path = written(tmp_path / "folder" / "inner", NEEDS)
-    path.with_name("site.toml.lock").touch(0o600)
+    written(tmp_path / "folder" / "inner", NEEDS).with_name("site.toml.lock").touch(0o600)
     # A link to a link to the folder, so that neither name nor real path has all of the way.
     (tmp_path / "link").symlink_to(tmp_path / "links" / "last")
     (tmp_path / "links" / "last").symlink_to(tmp_path / "folder" / "inner")
@@ -188,8 +186,7 @@ def test_what_has_not_the_models_form_stays_and_statistics_get_no_noise(
 
 def test_noise_is_on_every_value_and_never_twice_the_same() -> None:
     gate = Gate(Policy(max_norm=C, noise_multiplier=2.0))
-    update = {"w": np.full(2000, 1e6)}
-    found = [gate.update(update)["w"] - C / math.sqrt(2000) for _ in range(2)]
+    found = [gate.update({"w": np.full(2000, 1e6)})["w"] - C / math.sqrt(2000) for _ in range(2)]
     for noise in found:
         # Six standard deviations of the mean square, and of the mean.
         assert abs(np.mean(np.square(noise)) - 1.0) < 6 * math.sqrt(2 / 2000)

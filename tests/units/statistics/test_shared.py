@@ -10,7 +10,7 @@ import pytest
 from declearn.model.sklearn import NumpyVector
 from declearn.optimizer import Optimizer
 from federation_helpers import joye_libert, masked
-from helpers import each_framework, needs
+from helpers import each_framework
 from shared_runs import CONFIGS, Federation, draw, rule_of
 
 from fedclip import FedclipWarning
@@ -100,8 +100,7 @@ def test_levels_are_those_of_the_last_rounds(name: str, config: Any, secagg: Any
     ],
 )
 def test_one_client_with_one_step_a_round_equals_local(name: str, config: Any, error: Any) -> None:
-    rng = np.random.default_rng(5)
-    fed = Federation(name, 1, **config)
+    rng, fed = np.random.default_rng(5), Federation(name, 1, **config)
     local: Any = Optimizer(0.1, modules=[(name, fed.config)]).modules[0]
     norms = np.array(draw(rng, 100))
     norms[60:70] *= 8
@@ -118,8 +117,7 @@ def test_scopes(name: str, scope: Any) -> None:
     fed = Federation(name, scope=scope)
     fed.names = ("b", "a1", "a0")
     step = {"a1": 1.0, "a0": 2.0, "b": 4.0}
-    reply = fed.counterpart.collect_aux_var()
-    assert reply.labels == []
+    assert fed.counterpart.collect_aux_var().labels == []
     fed.round({"client_0": [step] * 4, "client_1": [step], "client_2": []})
     assert fed.counterpart.shared_state.version == 0
     labels = fed.counterpart.collect_aux_var().labels
@@ -187,8 +185,7 @@ def test_killed_and_restarted_goes_on_as_if_nothing_had_been(
             fresh = Federation(name, scope=scope, max_norm=None)
             fresh.server.set_state(json.loads(json.dumps(cut.server.get_state())))
             for client, optimizer in fresh.clients.items():
-                state = json.loads(json.dumps(cut.clients[client].get_state()))
-                optimizer.set_state(state)
+                optimizer.set_state(json.loads(json.dumps(cut.clients[client].get_state())))
             cut = fresh
     assert whole.server.get_state() == cut.server.get_state()
 
@@ -278,7 +275,6 @@ def test_without_a_counterpart_it_warns_once_and_sends_nothing() -> None:
 @pytest.mark.parametrize("name", ["auto-clip", "adaptive-clip"])
 @each_framework(oracle=False)
 def test_counting_is_the_same_text_in_every_arithmetic(name: str, framework: str) -> None:
-    needs(framework)
     xp = backend_named(framework)
     rule = SharedRule(rule_of(Federation(name)), 20)
     rng = np.random.default_rng(16)

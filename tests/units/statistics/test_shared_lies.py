@@ -35,8 +35,7 @@ def test_many_clients_are_checked_together_and_lies_are_left_out_alone(name: str
         ((_, message),) = client.collect_aux_var().items()
         counts = np.asarray(message.counts).ravel().tolist()
         # More norms than there can be, and a group that does not add up.
-        lie = place in (7, 8, 41)
-        messages.append((1, [10**9, *counts[1:]] if lie else counts))
+        messages.append((1, [10**9, *counts[1:]] if place in (7, 8, 41) else counts))
     shared = fed.counterpart.shared_state
     alone = copy.deepcopy(shared)
     assert [i for i, fault in enumerate(shared.merge(messages)) if fault] == [7, 8, 41]
@@ -80,19 +79,16 @@ def test_sums_that_no_norms_have(n: int, up: float, down: float, second: float, 
     assert bool(fault) == bool(found)
     # The same of each of two groups, and of two clients together.
     both = (np.array([1.0, 1.0]), np.array([9.0, 4.0]))
-    empty = np.zeros_like(counts)
-    assert tally.fault(np.hstack([empty, counts]), 1, 10, both) == found
+    assert tally.fault(np.hstack([np.zeros_like(counts), counts]), 1, 10, both) == found
     assert bool(tally.fault(counts * np.uint64(2), 2, 10, bounds)) == bool(fault)
 
 
 def test_counts_that_can_not_be() -> None:
-    bounds = (np.array([0.0]), np.array([1.0]))
-
     def fault(counter: str, rows: dict[int, int], members: int = 1) -> str:
         tally = Tally([counter])
         column = np.zeros((tally.rows, 1), dtype=np.uint64)
         column[list(rows), 0] = list(rows.values())
-        return tally.fault(column, members, 10, bounds)
+        return tally.fault(column, members, 10, (np.array([0.0]), np.array([1.0])))
 
     # Each client counts at most ten norms.
     assert not fault("bits", {0: 10, 1: 10})
@@ -120,8 +116,7 @@ def test_the_highest_bucket_is_that_of_the_highest_norm() -> None:
     ):
         init = tally.init(1, NUMPY)
         state = namedtuple("State", init)(**init)
-        judged = Judgement(None, np.array([norm]), True)
-        fields = tally.add(judged, 1, state, NUMPY)._asdict()
+        fields = tally.add(Judgement(None, np.array([norm]), True), 1, state, NUMPY)._asdict()
         column = tally.encode({k: np.asarray(v)[..., 0].tolist() for k, v in fields.items()}, 0.0)
         counts = np.array(column, dtype=np.uint64)[:, None]
         fault = tally.fault(counts, 1, 1, (np.zeros(1), np.array([highest])))
@@ -283,10 +278,7 @@ def attacked(name: str, lies: int, attack: Any, rounds: int, **config: Any) -> l
 
 
 def widened(p: float, z: float) -> tuple[float, float]:
-    """Return the bounds that the documentation states of a limit at z deviations.
-
-    Of the share p the part b claims the limit, the rest 0, whichever b is worst.
-    """
+    """Return the stated bounds at z deviations: of p, the worst part b claims it, the rest 0."""
     top = 0.0
     for b in np.linspace(0.0, p, 1001):
         others = (1 - p) / (1 - b)
@@ -314,12 +306,7 @@ LIES: list[tuple[Any, ...]] = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "config", "lies", "bounds", "error", "rounds"), LIES)
 def test_liars_move_a_limit_no_further_than_stated(
-    name: str,
-    config: dict[str, Any],
-    lies: int,
-    bounds: Callable[[float], tuple[float, float]],
-    error: float,
-    rounds: int,
+    name: str, config: Any, lies: int, bounds: Any, error: float, rounds: int
 ) -> None:
     """Whatever they claim, of what is believed; and some attack gets near the upper bound."""
     low, top = bounds(lies / (HONEST.size + lies))
@@ -346,8 +333,7 @@ def test_a_variance_that_no_norms_of_that_mean_have_is_refused(name: str, mean: 
     if name == "auto-clip":
         # Its buckets would be sound.
         level = float(limit_of(fed))
-        above = [4 * (level * 0.5 > edge) for edge in _EDGES]
-        fields["new_above"] = above
+        fields["new_above"] = [4 * (level * 0.5 > edge) for edge in _EDGES]
     fed.tamper = {"client_1": lambda _: said(fed, fields)}
     fed.round({"client_0": [], "client_1": []})
     assert fed.group() == before

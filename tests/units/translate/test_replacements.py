@@ -84,10 +84,9 @@ def test_tables_of_torch(before: str, after: str) -> None:
     torch = require("torch")
     from fedclip.loops import torch as adapter
 
-    ours = NAMES | vars(adapter)
     for scale in (0.01, 1.0, 30.0, float("nan")):
         ends = []
-        for cell, names in ((after, ours), (before, vars(torch.nn.utils))):
+        for cell, names in ((after, NAMES | vars(adapter)), (before, vars(torch.nn.utils))):
             model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Conv2d(2, 3, 2))
             for i, p in enumerate(model.parameters(), start=1):
                 p.grad = torch.full_like(p, scale / i)

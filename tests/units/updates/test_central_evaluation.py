@@ -104,8 +104,7 @@ def test_each_round_pays_for_one_evaluation() -> None:
     server = module()
     network, _ = listening(server)
     replies = {"a": reply(1.0)}
-    unpaid = network._evaluations(replies)["all clients"]
-    assert unpaid.loss == math.inf
+    assert network._evaluations(replies)["all clients"].loss == math.inf
     assert 0.0 <= told(server, network, [*replies.values()]).loss <= BOUND
     assert network._evaluations(replies)["all clients"].loss == math.inf
     # Nor has a server that was started again one to tell, until it has trained.
@@ -124,8 +123,7 @@ def test_update_votes_and_evaluation_together_cost_a_round(settings: dict[str, A
     assert sum(z**-2.0 for z in parts) == pytest.approx(Z**-2.0)
     found = plan(8.0, 1e-5, 100, CLIENTS, evaluation_share=SHARE)
     assert epsilon([Release(found.noise_multiplier, 100)], 1e-5) <= 8.0
-    planned = UpdateClipServer(**found.config).budget
-    assert planned.update_noise == found.update_noise
+    assert UpdateClipServer(**found.config).budget.update_noise == found.update_noise
 
 
 @pytest.mark.parametrize("fault", ["", "noise halved", "clip left out"])

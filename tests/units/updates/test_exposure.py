@@ -294,7 +294,6 @@ def test_what_voids_a_promise_is_said(check: Any, added: Any, level: str, words:
 
 
 def test_where_nothing_is_wrong_none_of_it_is_said(check: Any) -> None:
-    bounded = '{name = "clipped-averaging", max_norm = 1.0}'
     for found in (
         central(check, client=', "zscore-clip"'),
         central(check, noise=sized("noise_multiplier = 1e308")),
@@ -309,7 +308,7 @@ def test_where_nothing_is_wrong_none_of_it_is_said(check: Any) -> None:
         check('modules = ["norm-clip", "adam"]'),
         check('regularizers = ["agc"]'),
         check(**noisy("{std = 5.0}")),
-        check(server=NOISE_ALONE, aggregator=bounded),
+        check(server=NOISE_ALONE, aggregator='{name = "clipped-averaging", max_norm = 1.0}'),
         check(**sharing(', shared_name = "a"', NAMED.format("zscore"))),
         check(**updates()),
         check(**in_integers(64)),
@@ -331,10 +330,7 @@ def test_where_nothing_is_wrong_none_of_it_is_said(check: Any) -> None:
     ("client", "texts"),
     [
         ("", ["each tensor of each sample to 0.5, a sample of k tensors to 0.5·√k"]),
-        (
-            'regularizers = [["agc", {ratio = 0.02}]]',
-            ["Before the noise, agc: On an aggregate"],
-        ),
+        ('regularizers = [["agc", {ratio = 0.02}]]', ["Before the noise, agc: On an aggregate"]),
         ('regularizers = ["ridge"]', ["Before the noise, ridge"]),
         ('modules = ["norm-clip"]', ["After the noise, norm-clip: the L2 norm is at most 1."]),
         (SAMPLED.format("flat"), ["to 0.5, by one norm", "After the noise, adam"]),

@@ -14,18 +14,11 @@ from fedclip.cli.privacy import read_spent
 from fedclip.core.records import SERVED
 from fedclip.errors import StateError
 from fedclip.report import read_report
+from fedclip.updates import protocol
 from fedclip.updates.aggregation import ExactSum
 from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.client import UpdateClient
-from fedclip.updates.protocol import (
-    Participation,
-    Reply,
-    SentBound,
-    bound_from,
-    bound_to,
-    reply_from,
-    reply_to,
-)
+from fedclip.updates.protocol import Reply, SentBound, bound_from, bound_to, reply_from, reply_to
 from fedclip.updates.server import UpdateServer
 from fedclip.updates.store import PersistentServer, client_of, read, server_of
 from fedclip.updates.votes import is_vote, one_hot
@@ -42,7 +35,7 @@ def rounds(served: PersistentServer, count: int) -> list[Any]:
     return [
         [*served.close(replies, MODEL).average["w"], served.rounds[-1]["next_bound"]]
         for _ in range(count)
-        if not served.open(Participation(3, 9)).stop
+        if not served.open(protocol.Participation(3, 9)).stop
     ]
 
 
@@ -71,7 +64,7 @@ def test_a_server_that_was_killed_goes_on(settings: dict[str, Any], tmp_path: Pa
     for part in (2, 2, 2):
         served = PersistentServer(settings, tmp_path / "parts")
         now = rounds(served, part)
-        served.open(Participation(3, 9))  # a bound that was sent, and no replies
+        served.open(protocol.Participation(3, 9))  # a bound that was sent, and no replies
         del served
     kept = read(tmp_path / "parts" / SERVED)
     assert kept.rounds[-1]["round"] == 6

@@ -87,8 +87,7 @@ def test_secure_sums_are_those_of_the_integers_that_were_drawn(
     noise, meant = SiteNoise(**NOISE), []
     drawn = lambda *args: meant.append(integers(*args)) or meant[-1]  # noqa: E731
     monkeypatch.setattr(SiteNoise, "integers", drawn)
-    rng = np.random.default_rng(1)
-    secret = []
+    rng, secret = np.random.default_rng(1), []
     for encrypter in encrypters.values():
         update = rng.normal(size=300)
         update = {"w": (update / np.linalg.norm(update)).astype(dtype)}
@@ -129,10 +128,9 @@ def test_what_is_not_exact_is_refused(
     noise = SiteNoise(**{**NOISE, "noise_multiplier": 4 / math.sqrt(3)}, bits_noise=0.0)
     with pytest.raises(ValueError, match=text):
         noise.step(update, 1.0, encrypters["0"])
-    secagg = {"secagg_type": kind, "bitsize": bitsize, "clipval": clipval}
     if clipval < 1e9 and dtype != "float16":
         # The server's check before the set-up says the same.
-        assert noise.unsafe(secagg, update)
+        assert noise.unsafe({"secagg_type": kind, "bitsize": bitsize, "clipval": clipval}, update)
 
 
 def test_rounding_never_takes_an_update_beyond_its_bound() -> None:
@@ -143,8 +141,7 @@ def test_rounding_never_takes_an_update_beyond_its_bound() -> None:
             value = (math.floor(200 / math.sqrt(size)) + 0.501) / 200
             update = rng.choice([-value, value], size=size)
             update /= max(1.0, np.linalg.norm(update))
-            found = without_noise(noise, update, step)
-            assert 0.5 < np.linalg.norm(found) * step <= 1.0
+            assert 0.5 < np.linalg.norm(without_noise(noise, update, step)) * step <= 1.0
 
 
 def without_noise(noise: SiteNoise, update: Any, step: float) -> Any:
@@ -305,8 +302,7 @@ def test_a_run_by_masks_has_the_noise_of_those_that_add_theirs(
     }
 
     def drawn(variance: Any, size: int) -> Any:
-        silent = NODE.get() == "client_1"
-        return np.zeros(size, np.int64) if silent else draws(variance, size)
+        return np.zeros(size, np.int64) if NODE.get() == "client_1" else draws(variance, size)
 
     monkeypatch.setattr(site_noise, "draws", drawn)
     secagg = {"secagg": "masking", "secagg_settings": {"bitsize": 32, "clipval": 512.0}}

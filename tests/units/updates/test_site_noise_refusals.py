@@ -18,16 +18,8 @@ from declearn.optimizer import Optimizer
 from declearn.secagg.utils import IdentityKeys
 from federation_helpers import Clients, masked
 from personal_runs import client, linear, manager, request, weights
-from units.updates.test_site_noise import (
-    CLIPPED,
-    NOISE,
-    D,
-    M,
-    client_module,
-    clients_with,
-    secret_round,
-    server_with,
-)
+from units.updates import test_site_noise as sites
+from units.updates.test_site_noise import CLIPPED, NOISE, D, M, client_module, server_with
 
 import fedclip
 from fedclip.cli.privacy import in_words, read_spent
@@ -67,9 +59,8 @@ def test_a_server_that_expects_other_noise_is_refused(
 ) -> None:
     aux = server_with(**server).start()
     aux["update-clip"] = replace(aux["update-clip"], **sent)
-    clients = Clients(1, [("update-clip-client", {"noise": table})], CLIPPED)
     with pytest.raises(ValueError, match=text):
-        clients.round(0, aux, np.zeros(3))
+        Clients(1, [("update-clip-client", {"noise": table})], CLIPPED).round(0, aux, np.zeros(3))
 
 
 @pytest.mark.parametrize(
@@ -92,7 +83,7 @@ def test_a_sum_that_is_none_gets_nothing_and_no_step_is_made(
     names = [str(i) for i in range(peers)]
     encrypter = masked(names, **{"bitsize": 48, "clipval": 32.0, **secagg})[0]["0"]
     more = {"noise_multiplier": 0.02} if "small" in text else {}
-    server, clients = server_with(**more), clients_with(**more)
+    server, clients = server_with(**more), sites.clients_with(**more)
     with pytest.raises(ValueError, match=text):
         clients.begin(0, server.start(), weights, encrypter)
 
@@ -120,7 +111,7 @@ def test_a_site_says_itself_what_noise_it_wants(modules: Any, aggregator: str, t
     # Nor does a policy go with it, which would clip its noise.
     gated = GatedNetwork(SimpleNamespace(server_uri="", name="a"), Gate(Policy(max_norm=1.0)))
     with pytest.raises(Refused, match="would clip the noise"):
-        gated.check(Aggregator.from_config(CLIPPED), clients_with(1).optimizers[0].modules)
+        gated.check(Aggregator.from_config(CLIPPED), sites.clients_with(1).optimizers[0].modules)
 
 
 @pytest.mark.parametrize(
@@ -146,16 +137,15 @@ def test_what_noise_does_not_cover_is_refused_before_the_first_step(
 
 
 def test_spent_says_what_it_is_if_clients_tell_their_noise(tmp_path: Path) -> None:
-    server, clients = server_with(delta=1e-3), clients_with()
+    server, clients = server_with(delta=1e-3), sites.clients_with()
     for _ in range(3):
-        secret_round(server, clients, [np.zeros(D)] * M)
+        sites.secret_round(server, clients, [np.zeros(D)] * M)
     Checkpointer(str(tmp_path)).checkpoint(optimizer=server.optim, first_call=True)
     (spent,) = read_spent(tmp_path)
     cost, noise = spent.cost(), SiteNoise(**NOISE)
     assert spent.mechanism == "discrete Gaussian"
-    assert cost["silent"] == {
-        c: pytest.approx(epsilon([Release(noise.multiplier(c), 3)], 1e-3)) for c in range(M)
-    }
+    expected = {c: epsilon([Release(noise.multiplier(c), 3)], 1e-3) for c in range(M)}
+    assert cost["silent"] == pytest.approx(expected)
     assert cost["silent"][1] == pytest.approx(cost["epsilons"]["closed form"])
     words = "\n".join(in_words(cost))
     assert f"{cost['silent'][3]:.4g} if 3 clients do" in words
@@ -183,6 +173,6 @@ def test_a_table_is_one_and_other_engines_have_none() -> None:
     for make in (server_of, client_of, lambda it: UpdateServer(AdaptiveBound(**it))):
         with pytest.raises(ValueError, match="noise_at='clients' is for federations of declearn"):
             make({"start_norm": 1.0, **NOISE, "noise_at": "clients"})
-    (optim,) = clients_with(1).optimizers
+    (optim,) = sites.clients_with(1).optimizers
     with pytest.raises(ValueError, match="only a PersonalFederatedClient knows"):
         optim.process_aux_var(server_with().start())

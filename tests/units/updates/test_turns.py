@@ -91,12 +91,10 @@ def test_no_other_coefficients_have_less_error(
 def test_a_stream_is_the_inverse_of_its_matrix() -> None:
     rng, c = np.random.default_rng(0), coefficients(20, 4)
     draws = rng.normal(size=(20, 3))
-    source = iter(draws)
-    stream = Stream(c)
+    source, stream = iter(draws), Stream(c)
     made = np.array([stream.draw(3, lambda size: next(source)) for _ in range(20)])
     np.testing.assert_allclose(matrix(c, 20) @ made, draws, atol=1e-12)
-    inverse = np.linalg.inv(matrix(c, 20))
-    assert grown(c, 20) == pytest.approx(np.linalg.norm(inverse[-1]))
+    assert grown(c, 20) == pytest.approx(np.linalg.norm(np.linalg.inv(matrix(c, 20))[-1]))
 
 
 def seeded(**changes: Any) -> AdaptiveBound:
@@ -125,8 +123,7 @@ def test_what_is_released_is_the_stream_in_units_of_the_bound(later: float) -> N
     c = coefficients(12, 3)
     for name in "vw":
         drawn, made = (np.array([a[name].ravel() for a in run]) for run in (plain, banded))
-        mixed = matrix(c, 6) @ made / math.hypot(*c)
-        np.testing.assert_allclose(mixed, drawn, atol=1e-6)
+        np.testing.assert_allclose(matrix(c, 6) @ made / math.hypot(*c), drawn, atol=1e-6)
     again = [*played(seeded(), 6, names="wv", later=later)]
     # Another order of the names is no other noise.
     assert [sorted(a) for a in again] == [["v", "w"]] * 6

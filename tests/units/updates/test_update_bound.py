@@ -90,8 +90,7 @@ def test_a_quantile_other_than_the_median_and_noise_by_hand() -> None:
     gain = 1.0225 / (1.0225 + 0.125 / 4)
     assert math.log2(noisy.bound) == pytest.approx(0.25 * gain)
     # A jump of three octaves counts more than anything from before.
-    jumped = RULE.after(1.0, 0.01, counts(b9=10.0), 10, 2.0)
-    assert math.log2(jumped.bound) > 2.5
+    assert math.log2(RULE.after(1.0, 0.01, counts(b9=10.0), 10, 2.0).bound) > 2.5
 
 
 @pytest.mark.parametrize(
@@ -149,23 +148,17 @@ def test_a_secure_sum_of_impossible_votes_moves_the_bound_by_three_octaves_at_mo
 @pytest.mark.parametrize(("relation", "apart"), [("add-remove", 1.0), ("replace-one", 2**0.5)])
 def test_votes_and_update_together_cost_what_a_round_is_charged(relation: str, apart: Any) -> None:
     """mu^2 of both mechanisms adds up to that of the noise multiplier."""
-    accountant = Accountant(1e-5, relation)
-    budget = Budget(1.0, 40, accountant, draws_of("insecure", 3), bits_noise=0.7)
+    budget = Budget(1.0, 40, Accountant(1e-5, relation), draws_of("insecure", 3), bits_noise=0.7)
     of_update = (1.0 if relation == "add-remove" else 2.0) / budget.update_noise
-    of_votes = apart / budget.noise_of_bins
     claimed = 1.0 if relation == "add-remove" else 2.0
-    assert math.hypot(of_update, of_votes) == pytest.approx(claimed, rel=1e-12)
+    assert math.hypot(of_update, apart / budget.noise_of_bins) == pytest.approx(claimed, rel=1e-12)
     rows = np.array([budget.noised_counts(np.zeros(BINS), i) for i in range(2000)])
     np.testing.assert_allclose(rows.std(axis=0), budget.noise_of_bins, rtol=0.08)
-    others = np.abs(np.corrcoef(rows.T)[~np.eye(BINS, dtype=bool)])
-    assert others.max() < 0.1
+    assert np.abs(np.corrcoef(rows.T)[~np.eye(BINS, dtype=bool)]).max() < 0.1
 
 
 def test_steps_depend_on_noised_votes_only() -> None:
-    """So they cost no privacy: how many replied, and what was impossible, makes no difference.
-
-    However many clients reply, one of them moves what the noise is added to by 1.
-    """
+    """How many replied, and what was impossible, makes no difference: steps cost no privacy."""
     followed, seen = [], []
     for extra, clients in ((0, 4), (0, 9), (1000, 4), (-7, 1)):
         bound = AdaptiveBound(1.0, **PRIVATE)
@@ -186,8 +179,7 @@ def test_a_first_round_without_a_start_costs_its_votes(share: float, loss: float
     """And its evaluation, which has a share of its own; the next round is charged as ever."""
     config = {**PRIVATE, "bits_noise": 1.5, "evaluation_share": share, "loss_bound": loss}
     bound = AdaptiveBound(**config)
-    votes = 3.0 if not share else (3.0**-2 + 2.0**-2) ** -0.5
-    both = [Release(votes), Release(1.0)]
+    both = [Release((3.0**-2 + 2.0**-2) ** -0.5 if share else 3.0), Release(1.0)]
     assert bound.budget.cost(2) == pytest.approx(epsilon(both, 1e-5))
     assert bound.open().only_votes
     bound.count(counts(b9=4.0), 4)

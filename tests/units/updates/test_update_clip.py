@@ -33,8 +33,7 @@ pytestmark = pytest.mark.usefixtures("no_round_left_open")
 
 def vector(*norms: float, dtype: str = "float64") -> NumpyVector:
     """Return tensors layer0.w, layer1.w, ... of these norms, along random directions."""
-    rng = np.random.default_rng(len(norms))
-    tensors = {}
+    rng, tensors = np.random.default_rng(len(norms)), {}
     for i, size in enumerate(norms):
         direction = rng.normal(size=(3, 4))
         tensors[f"layer{i}.w"] = (size * direction / np.linalg.norm(direction)).astype(dtype)
@@ -243,8 +242,7 @@ def test_a_noised_average_of_whoever_replies_is_the_sum_by_hand() -> None:
 
 def budget_of(relation: str = "add-remove", noise_multiplier: float = 1.0, **config: Any) -> Budget:
     given = {"bits_noise": 0.6, "max_epsilon": None, **config}
-    accountant = Accountant(1e-5, relation)
-    return Budget(noise_multiplier, 4, accountant, draws_of("insecure", 3), **given)
+    return Budget(noise_multiplier, 4, Accountant(1e-5, relation), draws_of("insecure", 3), **given)
 
 
 @pytest.mark.parametrize(("rounds", "relation"), [(1, "add-remove"), (3, "replace-one")])
@@ -272,8 +270,7 @@ def test_a_budget_is_spent_to_its_very_end(rounds: int, relation: str) -> None:
 
 
 def test_sparse_updates_are_clipped_and_averaged() -> None:
-    torch = require("torch")
-    rng = np.random.default_rng(0)
+    torch, rng = require("torch"), np.random.default_rng(0)
     # Rows repeat, and much of them cancels, so that the rounding of single rows would count.
     values = rng.standard_normal((64, 2)) * 10.0 ** rng.uniform(0, 2, (64, 1))
     rows = torch.tensor(rng.integers(0, 3, 64))[None]
@@ -286,8 +283,7 @@ def test_sparse_updates_are_clipped_and_averaged() -> None:
     exact = shared["emb"].double().to_dense()
     assert torch.linalg.vector_norm(exact) <= 0.1 * (1 + 1e-12)
     assert not clipping.limits.excess(shared, 0.1)
-    average = averaged([shared, shared], 2, [1.0, 1.0])["emb"]
-    np.testing.assert_allclose(average, exact, rtol=2e-3)
+    np.testing.assert_allclose(averaged([shared, shared], 2, [1.0, 1.0])["emb"], exact, rtol=2e-3)
 
 
 @pytest.mark.slow

@@ -105,8 +105,7 @@ def test_server_voids_a_round_whose_bound_does_not_hold(
 ) -> None:
     """Zeros at once, and a sentence at the start of the next round, on clients and server."""
     server = Server(modules, aggregator)
-    clients = Clients(1, ADAPTIVE, CLIPPED)
-    aux = server.start()
+    clients, aux = Clients(1, ADAPTIVE, CLIPPED), server.start()
     if not aux["update-clip"].stop:
         assert norm(server.finish([clients.round(0, aux, np.array([5.0]))])) == 0
         aux = server.start()
@@ -176,13 +175,11 @@ def test_groups_that_reach_the_bound_each_by_itself_are_refused(scope: Any) -> N
     """Together they are longer than the bound, on which noise is sized."""
     config = {**CLIPPED, "scope": scope}
     server = Server([("update-clip-server", {"start_norm": 1.0})], config)
-    clients = Clients(2, ADAPTIVE, config)
-    aux = server.start()
+    clients, aux = Clients(2, ADAPTIVE, config), server.start()
     update = NumpyVector({"0": np.array([5.0]), "1": np.array([5.0])})
     replies = [clients.round(i, aux, update) for i in range(2)]
     forged(replies[1], updates=NumpyVector({"0": np.array([0.9]), "1": np.array([0.9])}))
-    average = server.finish([sent(r) for r in replies])
-    assert norm(average) == pytest.approx(0.5)
+    assert norm(server.finish([sent(r) for r in replies])) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(

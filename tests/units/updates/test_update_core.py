@@ -28,8 +28,7 @@ pytestmark = pytest.mark.usefixtures("no_round_left_open")
 
 def updates() -> list[list[dict[str, np.ndarray]]]:
     """Return eight rounds of five clients: lengths differ; one is not finite, one is far off."""
-    rng = np.random.default_rng(3)
-    rounds = []
+    rng, rounds = np.random.default_rng(3), []
     for round_ in range(8):
         lengths = rng.lognormal(0.0, 0.5, size=5)
         lengths[round_ % 5] *= 1e6 if round_ in (2, 5) else 1.0
@@ -106,10 +105,7 @@ TABLE = {"a": 1.0, "b": 2.0, "c": 5.0, "d": 40.0, "e": 3.0}
     ],
 )
 def test_the_core_and_the_plugins_give_the_same(bound: Any, client: Any, more: Any) -> None:
-    """Bounds, averages and states, over rounds with NaN, an outlier, and a client that is silent.
-
-    Both go on from their state in the middle.
-    """
+    """Over rounds with NaN, an outlier and a silent client; both go on from a state in between."""
     ours, theirs = by_the_core(bound, client, more), by_the_plugins(bound, client, more)
     # Each has a ledger of its own.
     assert {**ours[-1], "ledger": ""} == {**theirs[-1], "ledger": ""}
@@ -121,14 +117,13 @@ def test_the_core_and_the_plugins_give_the_same(bound: Any, client: Any, more: A
 
 
 def test_a_client_refuses_what_is_not_for_it() -> None:
-    update = {"w": np.ones(1)}
     for sent, error, text in (
         (SentBound(1.0, stop="enough"), RuntimeError, "the server stops the training: enough"),
         (SentBound(math.nan), ValueError, "bound must be a finite number > 0"),
         (SentBound(1.0, scope="tensor"), ValueError, "scope='tensor', and this client has 'glob"),
     ):
         with pytest.raises(error, match=text):
-            UpdateClient().clip(update, sent)
+            UpdateClient().clip({"w": np.ones(1)}, sent)
     # All zeros abstain where steps are not known.
     client, sent = UpdateClient(), SentBound(1.0)
     for size, steps, votes in ((0.0, None, 0), (0.5, None, 1), (0.0, 3, 1), (0.5, 0, 0)):

@@ -38,8 +38,7 @@ pytestmark = pytest.mark.usefixtures("no_round_left_open")
 
 
 def updates(seed: int = 0) -> list[dict[str, np.ndarray]]:
-    rng = np.random.default_rng(seed)
-    rows = rng.normal(size=(4, 12)) * [[0.2], [1.0], [3.0], [0.4]]
+    rows = np.random.default_rng(seed).normal(size=(4, 12)) * [[0.2], [1.0], [3.0], [0.4]]
     return [{"w": row[:8].reshape(2, 4), "v": row[8:].astype("f4")} for row in rows]
 
 
