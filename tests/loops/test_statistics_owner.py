@@ -110,8 +110,9 @@ def test_a_state_of_another_configuration_optimizer_or_model() -> None:
         with pytest.warns(FedclipWarning, match="it starts anew"):
             third[2].set_state(state)
         assert not third[2].get_state()["groups"]
+    wider = build(width=4)
     with pytest.raises(ValueError, match="other names or shapes of parameters"):
-        build(width=4)[2].set_state(state)
+        wider[2].set_state(state)
     # Older, or from a federation.
     del state["owner"]
     other.load_state_dict(saved)
