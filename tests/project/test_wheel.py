@@ -71,14 +71,16 @@ CALIBRATE = "privacy calibrate --epsilon 3 --rounds 9 --records 400 --batch-size
         ("jinja2", COMMAND, "report run --html p.html", "jinja2 vl-convert-python"),
     ],
 )
-def test_a_missing_package(missing: str, code: str, words: str, more: str, tmp_path: Path) -> None:
+def test_a_missing_package(
+    missing: str, code: str, words: str, install: str, tmp_path: Path
+) -> None:
     if code.startswith("import fedclip.loops."):
         require({"jax": "jax"}.get(code.rpartition(".")[2], "torch"))
     large_run(tmp_path / "run", 2, 2)
     there: Any = {"env": hiding(*missing.split(",")), "cwd": tmp_path}
     done = ended("-W", "ignore", "-c", code, *words.split(), well=False, **there)
     assert done.returncode == 1
-    assert done.stderr.endswith(f": pip install {more}\n")
+    assert done.stderr.endswith(f": pip install {install}\n")
     assert done.stdout == ""
     assert not words or done.stderr.count("\n") == 1
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What users start: a script with ``fedclip run``, and quickruns, with DP-SGD too."""
 
-import asyncio
 import json
 import shutil
 from pathlib import Path
@@ -9,12 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers import ended, free_port, hiding
-from memory import without_sockets
 from quickruns import write_config, write_sites
 from report_runs import call
 
 from fedclip.cli.check.configuration import check_config
-from fedclip.engines.declearn.quickrun import Experiment, Federation
+from fedclip.engines.declearn.quickrun import Experiment
 from fedclip.report import read_report
 
 pytestmark = pytest.mark.slow
@@ -77,7 +75,6 @@ def test_the_quickrun_example_goes_on_without_a_client(tmp_path: Path) -> None:
     assert report.servers == {"server"}
 
 
-@pytest.mark.filterwarnings("ignore:Argument 'logger'")
 def test_quickrun_starts_private_clients_if_records_are_to_be_clipped(tmp_path: Path) -> None:
     write_sites(tmp_path)
     # One client's records are of persons, with four each.
@@ -85,16 +82,15 @@ def test_quickrun_starts_private_clients_if_records_are_to_be_clipped(tmp_path: 
     (tmp_path / "data" / "a" / "train_persons.csv").write_text(f"person\n{whose}")
     privacy = "[run.privacy]\nbudget = [3.0, 1e-5]\nsclip_norm = 0.5"
     changes = {"aggregator": '"averaging"', "client": '["sample-clip"]', "server": "[]"}
-    federation = Federation(write_config(tmp_path / "config.toml", **changes, more=privacy))
-    with without_sockets():
-        asyncio.run(federation.run(seed=1))
-    ledgers = json.loads(call("privacy", "spent", federation.results, "--json").stdout)
+    config = write_config(tmp_path / "config.toml", **changes, more=privacy, port=free_port())
+    ended("-m", "fedclip", "quickrun", str(config), env=ENVIRONMENT)
+    ledgers = json.loads(call("privacy", "spent", tmp_path / "out", "--json").stdout)
     assert [ledger["where"] for ledger in ledgers] == [f"{s}/privacy_spent.json" for s in "abc"]
     assert all(2.9 < ledger["epsilons"]["pld"] <= 3.0 for ledger in ledgers)
     assert [ledger["protects"] for ledger in ledgers] == ["person", "record", "record"]
     # The ledgers are next to the records: another run reads them first, wherever its results are.
     kept = tmp_path / "data" / "a" / "privacy_spent.json"
     assert not kept.is_symlink()
-    assert Path(federation.results, "a", "privacy_spent.json").resolve() == kept.resolve()
-    ledger = Experiment(tmp_path / "config.toml").ledger()
+    assert (tmp_path / "out" / "a" / "privacy_spent.json").resolve() == kept.resolve()
+    ledger = Experiment(config).ledger()
     assert ledger == (tmp_path / "data" / "privacy_spent.json").resolve()
