@@ -8,7 +8,7 @@ import pytest
 from dpsgd_wire import seeded
 from helpers import require
 
-from fedclip.dpsgd.step import IndependentNoise, PrivateMean
+from fedclip.dpsgd.step import IndependentNoise, PrivateMean, SampleClipping
 
 pytestmark = pytest.mark.slow
 
@@ -123,3 +123,12 @@ def test_noise_is_as_large_as_it_says() -> None:
     mean = PrivateMean(max_norm=C, noise_multiplier=1.5, expected_batch_size=4)
     first, other = (gradients(net, x[:0], y[:0], mean) for _ in range(2))
     assert all((first[name] != other[name]).all() for name in first)
+
+
+def test_the_noise_on_votes_is_rounded_to_its_grid() -> None:
+    def following(draw: float) -> float:
+        norms, clipping = np.array([0.5, 2.0]), SampleClipping(mode="adaptive")
+        return clipping.next_bound(1.0, norms, 1.0, 2.0, lambda size: np.full(size, draw))
+
+    # The first of these draws is finer than the grid.
+    assert following(2.0**-40) == following(0.0) != following(2.0**-20)
