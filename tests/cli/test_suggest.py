@@ -14,7 +14,7 @@ from declearn.optimizer import Optimizer
 from report_runs import Node, call, sentence
 
 from fedclip.cli.check.configuration import check_config
-from fedclip.cli.suggest import advised
+from fedclip.cli.suggest import _least, advised
 from fedclip.report import norms, read_report
 from fedclip.report.findings import Advice
 from fedclip.report.norms import FEW
@@ -270,3 +270,8 @@ def test_the_page_has_the_thresholds() -> None:
         f"fewer than {FEW['step']} norms, or by fewer than {FEW['update']} updates",
     ):
         assert text in page
+
+
+def test_a_limit_that_clips_others_more_than_the_outliers_does_not_fit() -> None:
+    assert _least({"a": 0.1, "odd": 0.2}, ["odd"]) == 0.2
+    assert _least({"a": 0.3, "odd": 0.2, "b": 0.0}, ["odd"]) is None
