@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Measure which tests fail for which faults: those of `mutations.txt`, and 300 made by a tool.
 
-    python tests/matrix.py coverage    # runs `make test` with coverage, once for a commit
+    python tests/matrix.py coverage    # runs the tests of NumPy and torch, once for a commit
     python tests/matrix.py [FAULTS]    # runs the faults that build/matrix/results.jsonl lacks
     python tests/matrix.py tests       # prints what each test kills
 
@@ -139,7 +139,7 @@ def measure_coverage() -> None:
     command = [
         *[sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal"],
         *["--cov", f"--cov-config={FOLDER}/coveragerc", "--cov-context=test"],
-        # The frameworks that faults are tried with; tracing the others takes an hour.
+        # Tracing the other frameworks takes an hour.
         *["--cov-report=term", "--durations=0", "--backends=numpy,torch"],
     ]
     run = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
@@ -207,7 +207,7 @@ class Runner:
         status, output, outcomes = json.loads(line)
         failed = [test for test, passed in outcomes if not passed]
         # The copy cannot be imported, or the process was killed in an endless loop.
-        broken = tests and not failed and status not in (0, 5)
+        broken = bool(tests) and not failed and status not in (0, 5)
         return {
             "covering": len(tests),
             "run": len(outcomes),

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from checkouts import ROOT, checkout, on_path, type_in
-from helpers import ended, hiding, require
+from helpers import PATIENCE, ended, hiding, require
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
@@ -261,3 +261,16 @@ def test_no_environment_is_tracked() -> None:
     # A tracked link of that name replaces the folder that make fills, wherever it is checked out.
     done = subprocess.run(["git", "ls-files", ".venv"], cwd=ROOT, capture_output=True, check=False)
     assert done.stdout == b"", "take it out before this is merged: git rm --cached .venv"
+
+
+@pytest.mark.slow
+def test_the_tutorial_on_loops_as_a_notebook() -> None:
+    require("torch")
+    jupytext, nbclient = pytest.importorskip("jupytext"), pytest.importorskip("nbclient")
+    notebook = jupytext.read(ROOT / "docs" / "tutorial-loops.md")
+    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "", "language": "python"}
+    nbclient.NotebookClient(notebook, timeout=PATIENCE).execute()
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    shown = [o["text"] for cell in cells for o in cell.outputs if o.get("name") == "stdout"]
+    assert len(cells) == 4
+    assert "steps clipped" in "".join(shown)

@@ -9,7 +9,8 @@ al., 2022), and the weighted sum over records is one product (book-keeping; Bu e
     Σ_i f_i g_i   = Σ_i Σ_t (f_i b_it) a_it^T
 
 Where a gradient is smaller than the products of its positions, it is worked out instead (`Rows`).
-A convolution is a linear layer of patches. Sums are those of float64. Products of positions may
+Its norm in float32 is raised by how much `fedclip.arrays.blocks` may be off. A convolution is a
+linear layer of patches. Sums are those of float64. Products of positions may
 cancel, so what rounding can hide is added to the norm, which is never too small::
 
     ||g_i||^2    <= computed + lost (Σ_t ||a_it|| ||b_it||)^2
@@ -39,7 +40,7 @@ from torch.nn import grad as gradients
 from fedclip.arrays.base import UNDERFLOW
 from fedclip.arrays.blocks import UNCERTAINTY, slice_norms
 from fedclip.dpsgd.persample import torch_attention, torch_recurrent
-from fedclip.dpsgd.persample.base import Data
+from fedclip.dpsgd.persample.base import Data, Float64, Host
 
 Convolution: TypeAlias = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
@@ -83,29 +84,37 @@ class Rows(Part):
     rows: Tensor
 
     def squares(self) -> Tensor:
-        # A gradient may be a number.
         flat = self.rows.detach()[:, None].flatten(1)
-        if flat.device.type != "cpu" or flat.dtype is not torch.float32 or not flat.numel():
-            return torch.cat([vecdot(wide, wide) for wide in map(Tensor.double, _split(flat, 0))])
-        rows = flat.numpy()
-        with np.errstate(all="ignore"):
-            squares = slice_norms(rows, (1,), fast=True) ** 2 * (1.0 + 3.0 * UNCERTAINTY)
-            # Each record by its own numbers: no other record may change how it is measured.
-            odd = np.flatnonzero(~((squares > UNDERFLOW) & (squares < math.inf)))
-            if len(odd):
-                squares[odd] = slice_norms(rows[odd], (1,)) ** 2
-        return torch.from_numpy(squares)
+        if flat.device.type == "cpu" and flat.dtype is torch.float32 and flat.numel():
+            return torch.from_numpy(_raised(flat.numpy()))
+        return torch.cat([vecdot(block, block) for block in map(Tensor.double, self._blocks())])
 
     def sum(self, factors: Tensor) -> Tensor:
+        total, start = factors.new_zeros(math.prod(self.rows.shape[1:])), 0
+        for block in self._blocks():
+            total += factors[start : start + len(block)] @ block.double()
+            start += len(block)
+        return total
+
+    def _blocks(self) -> list[Tensor]:
+        """Return some records after the other: on a CPU, as many as its caches hold in float64."""
+        # There may be no record, and a gradient may be a number.
         flat = self.rows[:, None].flatten(1)
-        return torch.cat([factors @ columns.double() for columns in _split(flat, 1)])
+        together = _BLOCK // max(1, flat.shape[1]) if flat.device.type == "cpu" else len(flat)
+        starts = range(0, max(1, len(flat)), max(1, together))
+        return [flat[start : start + starts.step] for start in starts]
 
 
-def _split(table: Tensor, axis: int) -> tuple[Tensor, ...]:
-    """Return a table in pieces along an axis, which the caches of a CPU hold in float64."""
-    on_host, length = table.device.type == "cpu", table.shape[axis]
-    length = _BLOCK // max(1, table.shape[1 - axis]) if on_host else length
-    return torch.split(table, max(1, length), axis)
+def _raised(rows: Host) -> Float64:
+    """Return the squared norms of rows in float32, or up to five times `UNCERTAINTY` above."""
+    with np.errstate(all="ignore"):
+        # A norm may be measured this much too low: 1 / (1 - u)^2 < 1 + 3 u.
+        squares = slice_norms(rows, (1,), fast=True) ** 2 * (1.0 + 3.0 * UNCERTAINTY)
+        # Each record by its own numbers: no other record may change how it is measured.
+        odd = np.flatnonzero(~((squares > UNDERFLOW) & (squares < math.inf)))
+        if len(odd):
+            squares[odd] = slice_norms(rows[odd], (1,)) ** 2
+    return squares
 
 
 @dataclass(frozen=True)
