@@ -18,7 +18,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 ALL = ("numpy", "torch", "tensorflow", "jax")
 # Files whose tests take up to minutes: first, so that no process is left with one at the end.
 LONG = re.compile(
-    "test_(wheel|examples|adapter_keras|federated|tune|registration|declearn_suite"
+    "test_(wheel|examples|adapter_keras|tune|registration|declearn_suite"
     "|adapter_processes|adapter_jax_loops)"
 )
 SLOW = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow", re.MULTILINE)

@@ -17,7 +17,6 @@ import argparse
 import ast
 import hashlib
 import json
-import random
 import re
 import shutil
 import subprocess
@@ -85,7 +84,7 @@ def position(part: Any, node: Any) -> tuple[int, int]:
 
 
 def mutants_of_tool() -> Iterator[Mutant]:
-    """Yield faults that cosmic-ray makes, at places drawn with a fixed seed."""
+    """Yield faults that cosmic-ray makes, at places drawn by a hash of their lines."""
     from cosmic_ray import plugins
     from cosmic_ray.ast import get_ast_from_path
     from cosmic_ray.mutating import mutate_code
@@ -105,9 +104,16 @@ def mutants_of_tool() -> Iterator[Mutant]:
                     if (line, column) not in types:
                         places[file, line, column].append((name, occurrence))
                     occurrence += 1
-    draw = random.Random(0)
-    for file, line, column in draw.sample(sorted(places), min(MADE, len(places))):
-        name, occurrence = draw.choice(places[file, line, column])
+    lines = {file: (ROOT / file).read_text("utf-8").splitlines() for file, _, _ in places}
+
+    def drawn(place: tuple[str, int, int]) -> str:
+        file, line, column = place
+        return hashlib.sha256(f"{file}:{lines[file][line - 1]}:{column}".encode()).hexdigest()
+
+    # What other lines say changes nothing in whether a place is drawn.
+    for file, line, column in sorted(places, key=drawn)[:MADE]:
+        of_place = sorted(places[file, line, column])
+        name, occurrence = of_place[int(drawn((file, line, column)), 16) % len(of_place)]
         text = mutate_code((ROOT / file).read_text("utf-8"), operators[name], occurrence)
         short = name.removeprefix("core/")
         yield Mutant(f"tool: {file}:{line}:{column} {short}", {file: text}, {file: {line}})
