@@ -225,7 +225,12 @@ def project_of(folder: Path, model: str, privacy: str | None, rounds: int) -> tu
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "privacy"),
-    [("sklearn", None), ("torch", "persons"), ("tensorflow", None), ("jax", "records")],
+    [
+        ("sklearn", None),
+        ("torch", "persons"),
+        pytest.param("tensorflow", None, marks=pytest.mark.soak),
+        pytest.param("jax", "records", marks=pytest.mark.soak),
+    ],
 )
 def test_a_project_runs_as_written(tmp_path: Path, model: str, privacy: str | None) -> None:
     project, there, _ = project_of(tmp_path, model, privacy, 3)

@@ -45,6 +45,7 @@ def test_sharded(outcomes: list[Path], name: str) -> None:
         assert not said, f"process {rank}:\n{said}"
 
 
+@pytest.mark.soak
 def test_the_digits_in_two_processes_are_learnt_as_in_one() -> None:
     pytest.importorskip("sklearn")
     loops = Path(__file__).parents[2] / "examples" / "loops"

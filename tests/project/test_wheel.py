@@ -108,7 +108,7 @@ def typed(folder: Path, *lines: str) -> str:
 
 
 @pytest.mark.slow
-def test_the_core_alone_then_each_extra(wheel: Path, tmp_path: Path) -> None:
+def test_the_core_alone_then_the_light_extras(wheel: Path, tmp_path: Path) -> None:
     large_run(tmp_path / "run", 2, 2)
     shown = typed(
         tmp_path,
@@ -127,12 +127,18 @@ def test_the_core_alone_then_each_extra(wheel: Path, tmp_path: Path) -> None:
     shown = typed(tmp_path, *(f".venv/bin/fedclip {words}" for words in commands))
     assert "zscore-clip" in shown
     assert "client-000" in shown
-    # The light one for real; of all together, that pip finds everything at the pinned versions.
     report = ".venv/bin/fedclip report run --html p.html"
     assert "pip install" in typed(tmp_path, f"! {report}")
     typed(tmp_path, f"{PIP} install -q '{wheel}[html]'", report)
     assert (tmp_path / "p.html").stat().st_size > 10_000
-    typed(tmp_path, f"{PIP} install -q --dry-run --report found.json '{wheel}[{','.join(HEAVY)}]'")
+
+
+@pytest.mark.soak
+def test_pip_finds_all_that_the_extras_need_at_the_pinned_versions(
+    wheel: Path, tmp_path: Path
+) -> None:
+    dry = f"{PIP} install -q --dry-run --report found.json '{wheel}[{','.join(HEAVY)}]'"
+    typed(tmp_path, "python -m venv .venv", dry)
     found = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["install"]
     versions = {p["metadata"]["name"]: Version(p["metadata"]["version"]) for p in found}
     assert {"torch", "tensorflow", "jax", "opacus"} <= versions.keys()
@@ -194,7 +200,7 @@ def commands(page: str) -> list[str]:
     return re.findall(r"^\$ (.*)", "".join(body for out, body in found if not out), re.M)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_first_ten_minutes_in_a_fresh_environment(wheel: Path, tmp_path: Path) -> None:
     checkout(tmp_path / "checkout")
     # Nobody waits for the whole demo here; tests/cli/test_tune.py runs it.

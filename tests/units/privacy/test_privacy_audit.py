@@ -121,7 +121,7 @@ def audited(file: Path, faults: Any = ()) -> Audit | None:
 
 
 @pytest.mark.parametrize("fault", OF_CLIENTS)
-@pytest.mark.parametrize("more", ["", BANDED])
+@pytest.mark.parametrize("more", ["", pytest.param(BANDED, marks=pytest.mark.soak)])
 def test_faults_of_noise_on_averages_are_refuted_or_not_audited(
     write: Any, more: str, fault: str
 ) -> None:
@@ -146,6 +146,7 @@ def test_faults_of_dp_sgd_are_refuted(write: Any, fault: str, persons: bool) -> 
     assert found.fault
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("claim", [0.3, 30.0])
 @pytest.mark.parametrize("fault", ["half the noise", "a turn too early", "everybody sampled"])
 def test_each_fault_is_refuted_or_its_claim_is_not_audited(
@@ -164,10 +165,10 @@ def test_each_fault_is_refuted_or_its_claim_is_not_audited(
 @pytest.mark.parametrize(
     ("of", "more"),
     [
-        (of_clients, {}),
+        pytest.param(of_clients, {}, marks=pytest.mark.soak),
         (of_clients, {"more": BANDED, "rate": ""}),
-        (of_clients, {"more": ', relation = "replace-one"'}),
-        (of_records, {}),
+        pytest.param(of_clients, {"more": ', relation = "replace-one"'}, marks=pytest.mark.soak),
+        pytest.param(of_records, {}, marks=pytest.mark.soak),
         (of_records, {"clip": '["sample-clip", {mode = "adaptive"}]'}),
     ],
 )

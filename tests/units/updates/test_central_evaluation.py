@@ -126,6 +126,7 @@ def test_update_votes_and_evaluation_together_cost_a_round(settings: dict[str, A
     assert UpdateClipServer(**found.config).budget.update_noise == found.update_noise
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("fault", ["", "noise halved", "clip left out"])
 def test_an_audit_finds_the_faults_and_no_others(fault: str, monkeypatch: Any) -> None:
     """Evaluations with and without a client whose model is as bad as can be."""
