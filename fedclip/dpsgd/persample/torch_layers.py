@@ -45,7 +45,7 @@ from fedclip.dpsgd.persample.base import Data, Float64, Host
 Convolution: TypeAlias = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 # How many numbers are brought to float64 at once on a CPU.
-_BLOCK = 1 << 16
+_BLOCK = 1 << 17
 # Many positions, and the size of a gradient that is large.
 _MANY, _LARGE = 16, 1 << 17
 # Of what positions multiply to, how much float64 may lose where they cancel.
@@ -84,30 +84,37 @@ class Rows(Part):
     rows: Tensor
 
     def squares(self) -> Tensor:
-        flat = self.rows.detach()[:, None].flatten(1)
-        if flat.device.type == "cpu" and flat.dtype is torch.float32 and flat.numel():
-            return torch.from_numpy(_raised(flat.numpy()))
-        return torch.cat([vecdot(block, block) for block in map(Tensor.double, self._blocks())])
+        flat = self._flat()
+        if not flat.numel() or flat.device.type != "cpu":
+            return vecdot(flat.double(), flat.double())
+        return torch.from_numpy(_raised(flat.numpy()))
 
     def sum(self, factors: Tensor) -> Tensor:
-        total, start = factors.new_zeros(math.prod(self.rows.shape[1:])), 0
-        for block in self._blocks():
-            total += factors[start : start + len(block)] @ block.double()
-            start += len(block)
-        return total
+        flat = self._flat()
+        if flat.device.type != "cpu":
+            return factors @ flat.double()
+        return torch.from_numpy(_weighted(flat.numpy(), factors.numpy()))
 
-    def _blocks(self) -> list[Tensor]:
-        """Return some records after the other: on a CPU, as many as its caches hold in float64."""
-        # There may be no record, and a gradient may be a number.
-        flat = self.rows[:, None].flatten(1)
-        together = _BLOCK // max(1, flat.shape[1]) if flat.device.type == "cpu" else len(flat)
-        starts = range(0, max(1, len(flat)), max(1, together))
-        return [flat[start : start + starts.step] for start in starts]
+    def _flat(self) -> Tensor:
+        # A gradient may be a number.
+        return _wide(self.rows.detach()[:, None].flatten(1))
+
+
+def _weighted(rows: Host, factors: Host) -> Float64:
+    """Return the sum of rows times factors: of some columns at once, which the caches hold."""
+    sums = np.empty(rows.shape[1])
+    width = max(1, _BLOCK // max(1, len(rows)))
+    for start in range(0, len(sums), width):
+        some = slice(start, start + width)
+        np.dot(factors, rows[:, some].astype(np.float64), out=sums[some])
+    return sums
 
 
 def _raised(rows: Host) -> Float64:
-    """Return the squared norms of rows in float32, or up to five times `UNCERTAINTY` above."""
+    """Return the squared norms of rows: of float32 up to five times `UNCERTAINTY` above."""
     with np.errstate(all="ignore"):
+        if rows.dtype == np.float64:
+            return slice_norms(rows, (1,)) ** 2
         # A norm may be measured this much too low: 1 / (1 - u)^2 < 1 + 3 u.
         squares = slice_norms(rows, (1,), fast=True) ** 2 * (1.0 + 3.0 * UNCERTAINTY)
         # Each record by its own numbers: no other record may change how it is measured.
