@@ -125,12 +125,14 @@ class StepRecord:
     @property
     def is_finite(self) -> bool:
         """Whether the gradient held neither NaN nor infinity."""
-        return not self.nonfinite and all(map(math.isfinite, self.norm_before))
+        return not math.isnan(self.norm)
 
     @property
     def norm(self) -> float:
         """Norm of the whole gradient, from the norms of its groups; NaN if it was not finite."""
-        return math.hypot(*self.norm_before) if self.is_finite else math.nan
+        norms = self.norm_before
+        are_finite = not self.nonfinite and all(map(math.isfinite, norms))
+        return math.hypot(*norms) if are_finite else math.nan
 
     def __float__(self) -> float:
         return self.norm
