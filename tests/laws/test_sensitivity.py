@@ -1,5 +1,6 @@
 """Bounds by hand: no gradient exceeds them, some reach them, and where there is none one shows."""
 
+import math
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -166,6 +167,7 @@ def test_what_has_no_bound_has_a_reason_and_a_counter_example(spec: Spec) -> Non
     assert found.l2_bound is found.sensitivity("add-remove") is None
     assert found.sensitivity("replace-one", "aggregate") is None
     assert found.reasons
+    assert analyse(as_list(spec), SHAPES, finite=True).l2_bound is None
     noise = np.random.default_rng(0).normal(size=D)
     streams = [[1e9 * (1.0 + share * noise)] * 400 for share in (1e-3, 1e-6)]
     assert max(norm(y) for stream in streams for y in run(spec, stream)) > 1e5
@@ -194,9 +196,27 @@ def test_nan_has_no_bound_where_it_is_passed_on(spec: Spec) -> None:
     found = analyse(as_list(spec), SHAPES)
     assert found.l2_bound is None
     assert any("NaN" in reason for reason in found.reasons)
+    assert not any("scope='tensor'" in reason for reason in found.reasons)
     (output,) = run(spec, [np.where(np.arange(D) == 3, np.nan, 1.0)])
     assert not np.isfinite(output).all()
     assert analyse(as_list(spec), SHAPES, finite=True).l2_bound is not None
+
+
+def test_agc_lengthens_nothing() -> None:
+    assert analyse(["norm-clip", "agc"], SHAPES).l2_bound == 1.0
+
+
+def test_a_clip_of_declearn_by_tensor_has_a_counterpart() -> None:
+    (reason,) = analyse(["l2-clipping"], SHAPES).reasons
+    assert "use norm-clip with max_norm=1.0 and scope='tensor' for all gradients" in reason
+
+
+def test_a_box_that_is_open_on_a_side_has_no_bound() -> None:
+    for side, config in (("above", {"min_value": -1.0}), ("below", {"max_value": 1.0})):
+        limits = {"min_value": -math.inf, "max_value": math.inf, **config}
+        found = analyse([("value-clip", limits)], SHAPES)
+        assert found.l2_bound is None
+        assert f"there is no limit {side}" in found.reasons
 
 
 def specs() -> st.SearchStrategy[Spec]:

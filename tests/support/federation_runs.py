@@ -87,10 +87,16 @@ class Together(Run):
         notes = logging.Formatter("%(levelname)s %(name)s: %(message)s")
         handler = logging.Handler()
         handler.emit = lambda record: self._note(notes.format(record))  # type: ignore[method-assign]
-        root, levels = logging.getLogger(), {}
-        for name in ("declearn", "fedclip"):
-            levels[name] = logging.getLogger(name).level
-            logging.getLogger(name).setLevel(logging.INFO)
+        root = logging.getLogger()
+        own = [
+            logging.getLogger(name) for name in {*root.manager.loggerDict, "declearn", "fedclip"}
+        ]
+        own = [logger for logger in own if logger.name.partition(".")[0] in ("declearn", "fedclip")]
+        # A quickrun in this process has set those of its server and clients apart.
+        before = [(logger, logger.level, logger.propagate) for logger in own]
+        for logger in own:
+            logger.setLevel(logging.NOTSET if "." in logger.name else logging.INFO)
+            logger.propagate = True
         root.addHandler(handler)
         try:
             with without_sockets(), contextlib.chdir(folder), warnings.catch_warnings():
@@ -98,8 +104,9 @@ class Together(Run):
                 asyncio.run(asyncio.wait_for(self._run(), PATIENCE))
         finally:
             root.removeHandler(handler)
-            for name, level in levels.items():
-                logging.getLogger(name).setLevel(level)
+            for logger, level, propagate in before:
+                logger.setLevel(level)
+                logger.propagate = propagate
 
     def _note(self, line: str) -> None:
         with (self.folder / f"{NODE.get() or 'others'}.txt").open("a") as log:

@@ -135,6 +135,7 @@ MODULES: dict[str, tuple[Callable[[], Any], Any, int]] = {
     "conv2d": (lambda: nn.Conv2d(2, 4, (3, 2), (1, 2), (1, 0)), (2, 7, 8), 1),
     "conv2d, few places": (lambda: nn.Conv2d(8, 8, 3, 2, 1, 2), (8, 5, 5), 1),
     "conv2d in groups": (lambda: nn.Conv2d(4, 6, 3, groups=2), (4, 5, 5), 1),
+    "conv2d in groups, one place": (lambda: nn.Conv2d(4, 6, 3, groups=2), (4, 3, 3), 1),
     "conv2d, same": (lambda: nn.Conv2d(2, 3, 3, padding="same"), (2, 5, 5), 0),
     "mirrored": (lambda: nn.Conv2d(2, 3, 3, padding=1, padding_mode="reflect"), (2, 5, 5), 0),
     "conv3d": (lambda: nn.Conv3d(2, 3, 2, (1, 2, 1)), (2, 4, 5, 3), 1),
@@ -173,6 +174,8 @@ MODULES: dict[str, tuple[Callable[[], Any], Any, int]] = {
         for kind in (nn.LSTM, nn.GRU, nn.RNN)
         for settings in ({"bias": False}, {**BOTH_WAYS, "num_layers": 2})
     },
+    # Nothing passes between the layers; what the last one puts out is not dropped.
+    "dropped": (partial(recurrent, nn.LSTM, num_layers=2, dropout=1.0), (5, 6), 1),
     "relu": (partial(recurrent, nn.RNN, nonlinearity="relu", bidirectional=True), (5, 6), 1),
     "long": (partial(recurrent, nn.LSTM, batch_first=True), (40, 6), 1),
     "projected": (partial(recurrent, nn.LSTM, proj_size=2), (5, 6), 0),

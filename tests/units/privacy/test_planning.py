@@ -37,6 +37,8 @@ def test_a_plan_is_worth_its_rounds_and_no_more(
     # Steps of length C in one direction, and noise in all.
     values = replace(found, values=5000)
     assert values.drift == pytest.approx(values.noise * math.sqrt(5000 / rounds))
+    assert ("--values" in str(found), "--values" in str(values)) == (True, False)
+    assert f"with 5,000 values, the noise of a round has norm {values.length:.3g} C" in str(values)
 
 
 @pytest.mark.parametrize(("clients", "honest", "sites"), [(99, 0.75, 74), (3, 0.5, 1), (7, 1.0, 7)])
@@ -96,6 +98,12 @@ def test_turns_have_no_prices_and_evaluations_have_one() -> None:
     assert "mean loss of an evaluation: 0.15 loss_bound" in call(*asked).stdout
     lines = " ".join(json.loads(call(*asked, "--json").stdout)["toml"])
     assert "evaluation_share = 0.2, loss_bound = 3.0" in lines
+
+
+def test_a_delta_that_lets_one_client_out_is_told() -> None:
+    told = "delta must be below 1 / clients = 0.01: use a hundredth of it"
+    assert told in str(plan(8.0, 0.01, 100, 100))
+    assert told not in str(plan(8.0, 0.0099, 100, 100))
 
 
 def test_the_lines_of_a_plan_are_a_configuration(tmp_path: Path) -> None:

@@ -105,6 +105,17 @@ def test_what_others_may_change_on_the_way_to_a_file_is_refused(
         assert Policy.read(named).max_norm == C
 
 
+def test_without_a_word_a_run_gets_a_thousand_replies(tmp_path: Path) -> None:
+    assert Policy.read(written(tmp_path, NEEDS)).max_replies_per_run == 1000
+
+
+def test_a_ledger_that_begins_is_told(tmp_path: Path, caplog: Any) -> None:
+    Gate(with_budget(tmp_path)).admit("run")
+    assert caplog.text.count("there is no ledger") == 1
+    Gate(with_budget(tmp_path)).admit("run")
+    assert caplog.text.count("there is no ledger") == 1
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="modes say nothing there")
 def test_a_ledger_or_a_count_that_others_may_change_stops_the_start(tmp_path: Path) -> None:
     Gate(with_budget(tmp_path)).admit("run")

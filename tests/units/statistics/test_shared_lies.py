@@ -127,7 +127,7 @@ def test_the_highest_bucket_is_that_of_the_highest_norm() -> None:
     ("members", "counts", "fault"),
     [
         *((members, [0, 1], "") for members in (1, 2**24 - 1)),
-        *((members, [0, 1], f"from {members} clients") for members in (2**24, 0)),
+        *((members, [0, 1], f"from {members} clients") for members in (2**24, 0, -1)),
         (1, [0, 2**48 - 1], ""),
         (1, np.ones((2, 1), np.uint64), ""),
         *((1, [0, count], "no counts") for count in (2**48, -1)),

@@ -133,6 +133,14 @@ def test_what_is_not_exact_is_refused(
         assert noise.unsafe({"secagg_type": kind, "bitsize": bitsize, "clipval": clipval}, update)
 
 
+def test_rounding_may_take_half_of_the_bound_and_no_more() -> None:
+    noise = SiteNoise(**NOISE)
+    # 100 values are rounded by 5 steps together.
+    assert noise._room(100, 1.0, 1 / 10.1) == pytest.approx(5.1)
+    with pytest.raises(ValueError, match="too coarse for a bound of 1 on 100 values"):
+        noise._room(100, 1.0, 1 / 9.9)
+
+
 def test_rounding_never_takes_an_update_beyond_its_bound() -> None:
     noise, rng = SiteNoise(**NOISE), np.random.default_rng(2)
     for size in (1, 9, 30_000):

@@ -21,6 +21,7 @@ import fedclip
 from fedclip.engines.declearn.messages import ClippedUpdates, UpdateClipBound
 from fedclip.errors import NonFiniteError, StateError
 from fedclip.updates.bound import AdaptiveBound
+from fedclip.updates.limits import refuse_statistics
 from fedclip.updates.protocol import Reply
 from fedclip.updates.server import UpdateServer
 
@@ -277,3 +278,12 @@ def test_far_out_of_range_is_zeroed(config: dict[str, Any], zeroed: int) -> None
     shared = share({"max_norm": 1.0, **config}, update)
     assert (shared.n_clipped, shared.n_zeroed) == (1 - zeroed, zeroed)
     assert norm(shared.updates) == (0.0 if zeroed else pytest.approx(1.0))
+
+
+@pytest.mark.parametrize(("layers", "more"), [(1, ""), (4, ""), (6, " and 2 more")])
+def test_four_running_statistics_are_named(layers: int, more: str) -> None:
+    model = {f"{i}.running_mean": np.zeros(2) for i in range(layers)}
+    with pytest.raises(ValueError, match="holds running statistics") as caught:
+        refuse_statistics(model)
+    named = ", ".join(f"'{i}.running_mean'" for i in range(min(layers, 4)))
+    assert f"({named}{more})" in str(caught.value)
