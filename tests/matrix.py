@@ -218,7 +218,8 @@ class Runner:
             (Path(copy) / "benchmarks").symlink_to(ROOT / "benchmarks")
             for file, text in mutant.files.items():
                 (Path(copy) / file).write_text(text, encoding="utf-8")
-            backends = "numpy,torch" + ",jax" * any("jax" in file for file in mutant.files)
+            more = [n for n in ("tensorflow", "jax") if any(n in file for file in mutant.files)]
+            backends = ",".join(["numpy", "torch", *more])
             message = [copy, tests, most, SECONDS, backends]
             print(json.dumps(message), file=self.process.stdin, flush=True)
             line = self.process.stdout.readline()

@@ -170,12 +170,19 @@ def test_a_clipper_of_ones_own_declares_its_parameters_or_writes_an_init() -> No
         more: int = parameter(integer, 1)
         limit: float = parameter(default=3.0)
 
+    class Renamed(Declares, register=False):
+        name = "renamed"
+
     common = ["scope", "ord", "eps", "exclude", "on_nonfinite", "keep_memory"]
     assert list(Declares().get_config()) == ["limit", "floor", *common]
     assert (Declares(2).limit, Declares().floor, Declares().scope) == (2.0, None, "tensor")
     assert [*Derived(more=2).get_config().values()][:3] == [3.0, None, 2]
     assert "limit : float, default=1.0\n    Limit, > 0.\nfloor" in str(Declares.__doc__)
     assert "more : int\nscope" in docstring_of(Derived, "Sum.")
+    # Without parameters of its own it has its base's sections, unless it has written them itself.
+    own = "Sum.\n\nParameters\n----------\nnone"
+    assert docstring_of(Renamed, "Sum.").partition("\n")[2] == Declares.__doc__.partition("\n")[2]
+    assert docstring_of(Renamed, own) == own
     assert (Writes("b.*").exclude, Writes("b.*").get_config()) == (["b.*"], {"skipped": "b.*"})
     refused: list[tuple[Any, tuple[float, ...], dict[str, Any], str]] = [
         (Declares, (), {"ords": 1}, "no parameter 'ords'; did you mean 'ord'"),

@@ -88,10 +88,9 @@ class Together(Run):
         handler = logging.Handler()
         handler.emit = lambda record: self._note(notes.format(record))  # type: ignore[method-assign]
         root = logging.getLogger()
-        own = [
-            logging.getLogger(name) for name in {*root.manager.loggerDict, "declearn", "fedclip"}
-        ]
-        own = [logger for logger in own if logger.name.partition(".")[0] in ("declearn", "fedclip")]
+        both = {"declearn", "fedclip"}
+        names = [n for n in {*root.manager.loggerDict} | both if n.partition(".")[0] in both]
+        own = [logging.getLogger(name) for name in names]
         # A quickrun in this process has set those of its server and clients apart.
         before = [(logger, logger.level, logger.propagate) for logger in own]
         for logger in own:

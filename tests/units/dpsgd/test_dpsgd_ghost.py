@@ -19,6 +19,7 @@ nn = torch.nn
 records: Any = __import__("fedclip.dpsgd.persample.torch_records", fromlist=["x"])
 TorchModel: Any = __import__("declearn.model.torch", fromlist=["x"]).TorchModel
 plans: Any = __import__("fedclip.dpsgd.persample.torch_plan", fromlist=["x"])
+layers: Any = __import__("fedclip.dpsgd.persample.torch_layers", fromlist=["x"])
 
 
 def tokens(**settings: Any) -> Any:
@@ -235,6 +236,22 @@ def test_numbers_that_half_precision_does_not_hold_are_not_lost() -> None:
     # 9 positions of 200 * 200 are more than float16 holds.
     assert float(stack.parts["weight"].squares()[0]) == pytest.approx(6 * (9 * 40_000.0) ** 2, 1e-5)
     assert np.isfinite(stack.parts["weight"].sum(torch.ones(1, dtype=torch.float64)).numpy()).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("numbers", [1, 200, 5000])
+def test_rows_of_any_length_are_measured_and_added_up(dtype: Any, numbers: int) -> None:
+    torch.manual_seed(4)
+    scale = 1.0 if dtype is torch.float16 else 1e30
+    rows = (
+        torch.randn(70, numbers).to(dtype) * torch.tensor([scale, 1.0, 1 / scale] * 24)[:70, None]
+    )
+    rows, factors = rows.to(dtype), torch.rand(70, dtype=torch.float64)
+    part, exact = layers.Rows(rows), rows.double().square().sum(1)
+    squares = part.squares()
+    assert ((squares >= exact * (1 - 1e-12)) & (squares <= exact * (1 + 1e-5))).all()
+    expected = (factors[:, None] * rows.double()).sum(0)
+    torch.testing.assert_close(part.sum(factors), expected, rtol=1e-12, atol=1e-12 * scale)
 
 
 @pytest.mark.parametrize("make", [lambda: nn.Linear(40, 40, bias=False), tokens])

@@ -9,6 +9,7 @@ from declearn.dataset import InMemoryDataset
 from dpsgd_models import calls, flat
 from helpers import require
 
+from fedclip.dpsgd.persample.base import UnsupportedModelError
 from fedclip.engines.declearn.persample import Records, clipped_sum, first_records
 
 pytestmark = pytest.mark.slow
@@ -95,3 +96,14 @@ def test_padded_tensorflow_records_do_not_depend_on_each_other() -> None:
         ((x, y, _),) = records.take([position])
         assert np.asarray(x).tolist() == [row]
         assert np.asarray(y).tolist() == [position]
+
+
+def test_a_variable_that_training_changes_is_restored_and_refused() -> None:
+    tf: Any = require("tensorflow")
+    from fedclip.dpsgd.persample.tensorflow_records import _refuse_changed
+
+    same, other = tf.Variable([np.nan, 1.0]), tf.Variable([2.0], name="memory")
+    _refuse_changed([(same, same.numpy()), (other, other.numpy())])
+    with pytest.raises(UnsupportedModelError, match="training changes 'memory"):
+        _refuse_changed([(same, same.numpy()), (other, np.ones(1, np.float32))])
+    assert other.numpy() == 1.0
