@@ -166,8 +166,10 @@ def test_what_has_no_bound_has_a_reason_and_a_counter_example(spec: Spec) -> Non
     found = analyse(as_list(spec), SHAPES)
     assert found.l2_bound is found.sensitivity("add-remove") is None
     assert found.sensitivity("replace-one", "aggregate") is None
+    finite = analyse(as_list(spec), SHAPES, finite=True)
     assert found.reasons
-    assert analyse(as_list(spec), SHAPES, finite=True).l2_bound is None
+    assert finite.reasons
+    assert finite.l2_bound is None
     noise = np.random.default_rng(0).normal(size=D)
     streams = [[1e9 * (1.0 + share * noise)] * 400 for share in (1e-3, 1e-6)]
     assert max(norm(y) for stream in streams for y in run(spec, stream)) > 1e5
@@ -200,6 +202,13 @@ def test_nan_has_no_bound_where_it_is_passed_on(spec: Spec) -> None:
     (output,) = run(spec, [np.where(np.arange(D) == 3, np.nan, 1.0)])
     assert not np.isfinite(output).all()
     assert analyse(as_list(spec), SHAPES, finite=True).l2_bound is not None
+
+
+def test_tensors_left_alone_keep_their_distances() -> None:
+    gentle = {"norm": 0.1, "eps": 1.0}
+    for config, slope in ((gentle, 0.1), ({**gentle, "exclude": "head.*"}, 1.0)):
+        (found,) = analyse([("normalize", config)], SHAPES).guarantees
+        assert found.lipschitz == pytest.approx(slope, rel=0.01)
 
 
 def test_agc_lengthens_nothing() -> None:

@@ -103,6 +103,7 @@ def recurrent(kind: Any, packed: bool = False, folded: bool = False, **settings:
         if packed:
             x = nn.utils.rnn.pack_padded_sequence(x, [len(x)])
         output, states = net.layer(x)
+        assert isinstance(states, tuple) == isinstance(layer, nn.LSTM)
         output = output.data if packed else output
         states = states if isinstance(states, tuple) else (states,)
         return sum(((i + 1) * s.sin().sum() for i, s in enumerate(states)), output.sum())
