@@ -16,11 +16,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 ALL = ("numpy", "torch", "tensorflow", "jax")
-# Files whose tests take up to minutes: first, so that no process is left with one at the end.
-LONG = re.compile(
-    "test_(wheel|examples|adapter_keras|tune|registration|declearn_suite"
-    "|adapter_processes|adapter_jax_loops)"
-)
+# Files whose tests take up to minutes, the longest first.
+LONG = ["adapter_processes", "wheel", "init", "registration", "declearn_suite", "examples", "tune"]
 SLOW = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow", re.MULTILINE)
 # Files whose packages take seconds to import, by the framework that they need, or as slow.
 IMPORTING = {
@@ -78,11 +75,19 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with what takes long; of the table of clippers, a quick run tries a sample."""
-    items.sort(key=lambda i: (not LONG.match(i.path.stem), i.get_closest_marker("slow") is None))
+    """Let each process begin with what takes long; a quick run tries a sample of the clippers."""
     if quick(config):
         config.hook.pytest_deselected(items=[item for item in items if not sampled(item)])
         items[:] = filter(sampled, items)
+    names = {item: item.path.stem.removeprefix("test_") for item in items}
+    rest, ordered = [item for item in items[::-1] if names[item] not in LONG], []
+    # Each takes as many tests as the others, in this order, and later steals the last of them.
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    for process in range(processes):
+        ordered += [item for item in items if names[item] in LONG[process::processes]]
+        until = len(items) * (process + 1) // processes
+        ordered += [rest.pop() for _ in range(len(ordered), until)]
+    items[:] = ordered
 
 
 def sampled(item: pytest.Item) -> bool:
