@@ -85,9 +85,10 @@ class Rows(Part):
 
     def squares(self) -> Tensor:
         flat = self._flat()
-        if not flat.numel() or flat.device.type != "cpu":
-            return vecdot(flat.double(), flat.double())
-        return torch.from_numpy(_raised(flat.numpy()))
+        if flat.device.type == "cpu" and flat.dtype is torch.float32 and flat.numel():
+            return torch.from_numpy(_raised(flat.numpy()))
+        squares: Tensor = vecdot(flat.double(), flat.double())
+        return squares
 
     def sum(self, factors: Tensor) -> Tensor:
         flat = self._flat()
@@ -96,7 +97,7 @@ class Rows(Part):
         return torch.from_numpy(_weighted(flat.numpy(), factors.numpy()))
 
     def _flat(self) -> Tensor:
-        # A gradient may be a number.
+        """Return a row for each record; a gradient may be a number."""
         return _wide(self.rows.detach()[:, None].flatten(1))
 
 
@@ -111,10 +112,8 @@ def _weighted(rows: Host, factors: Host) -> Float64:
 
 
 def _raised(rows: Host) -> Float64:
-    """Return the squared norms of rows: of float32 up to five times `UNCERTAINTY` above."""
+    """Return the squared norms of rows in float32, or up to five times `UNCERTAINTY` above."""
     with np.errstate(all="ignore"):
-        if rows.dtype == np.float64:
-            return slice_norms(rows, (1,)) ** 2
         # A norm may be measured this much too low: 1 / (1 - u)^2 < 1 + 3 u.
         squares = slice_norms(rows, (1,), fast=True) ** 2 * (1.0 + 3.0 * UNCERTAINTY)
         # Each record by its own numbers: no other record may change how it is measured.
