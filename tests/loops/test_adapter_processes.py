@@ -93,7 +93,10 @@ def test_meshes_and_shard_map_do_what_one_device_does():
     assert result.stdout.splitlines()[-1] == "all as on one device"
 
 
-@pytest.mark.parametrize(("backend", "more"), [("jax", "pickle"), ("torch", "save or clipvalue")])
+@pytest.mark.parametrize(
+    ("backend", "more"),
+    [pytest.param("jax", "pickle", marks=pytest.mark.soak), ("torch", "save or clipvalue")],
+)
 def test_keras_is_the_same_on_other_backends(backend, more):
     require("keras")
     require(backend)

@@ -287,8 +287,14 @@ def test_sparse_updates_are_clipped_and_averaged() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rounds", [400, pytest.param(10_000, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "rounds"),
+    [
+        ("as it is", 400),
+        ("half the noise", 400),
+        *(pytest.param(name, 10_000, marks=pytest.mark.soak) for name in CASES),
+    ],
+)
 def test_a_short_attack_finds_the_faults_and_no_others(name: str, rounds: int) -> None:
     found = estimate(*observe(CASES[name], rounds, seed=1))
     assert (found.low > 1 / NOISE) == CASES[name].succeeds
