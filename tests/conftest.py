@@ -83,10 +83,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     rest, ordered = [item for item in items[::-1] if names[item] not in LONG], []
     # Each takes as many tests as the others, in this order, and later steals the last of them.
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    for process in range(processes):
-        ordered += [item for item in items if names[item] in LONG[process::processes]]
-        until = len(items) * (process + 1) // processes
-        ordered += [rest.pop() for _ in range(len(ordered), until)]
+    for i in range(processes):
+        ordered += [item for item in items if names[item] in LONG[i::processes]]
+        ordered += [rest.pop() for _ in range(len(ordered), len(items) * (i + 1) // processes)]
     items[:] = ordered
 
 

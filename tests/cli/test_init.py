@@ -227,7 +227,7 @@ def project_of(folder: Path, model: str, privacy: str | None, rounds: int) -> tu
     ("model", "privacy"),
     [
         ("sklearn", None),
-        ("torch", "persons"),
+        pytest.param("torch", "persons", marks=pytest.mark.soak),
         pytest.param("tensorflow", None, marks=pytest.mark.soak),
         pytest.param("jax", "records", marks=pytest.mark.soak),
     ],

@@ -216,7 +216,7 @@ def test_the_first_ten_minutes_in_a_fresh_environment(wheel: Path, tmp_path: Pat
     assert "unclipped" in shown
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_tutorial_on_privacy(tmp_path: Path) -> None:
     require("torch")
     pytest.importorskip("dp_accounting")
