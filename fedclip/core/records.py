@@ -165,8 +165,9 @@ class StepRecord:
         >>> StepRecord(("all",), (5.0,), (1.0,), (True,)).as_dict("clip/")
         {'clip/norm': 5.0, 'clip/clipped': 1, 'clip/nonfinite': 0, 'clip/limit': 1.0}
         """
-        norms, finite = self.norm_before, self.is_finite
-        numbers: dict[str, float] = {"norm": self.norm, "clipped": 0, "nonfinite": int(not finite)}
+        norms, total = self.norm_before, self.norm
+        finite = not math.isnan(total)
+        numbers: dict[str, float] = {"norm": total, "clipped": 0, "nonfinite": int(not finite)}
         if finite and norms:
             rows = list(zip(self.groups, norms, self.limit, self.clipped, strict=True))
             tightest = max(rows, key=lambda row: row[1] / row[2] if row[2] else math.inf)

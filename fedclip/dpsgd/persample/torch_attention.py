@@ -57,7 +57,7 @@ def run(
 
 def _attend(layer: nn.MultiheadAttention, tap: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     weights = {name: p.detach() for name, p in layer.named_parameters()}
-    # Unlike `tensor_split`, it takes one operation back.
+    # Its gradient is one operation; that of `tensor_split` fills up each part with zeros.
     tap_in, tap_out = tap.split_with_sizes([3 * layer.embed_dim, layer.embed_dim], -1)
     packed = functional.linear(x, weights["in_proj_weight"], weights.get("in_proj_bias")) + tap_in
     heads = packed.reshape(*packed.shape[:-1], 3, layer.num_heads, layer.head_dim)

@@ -87,7 +87,8 @@ class Rows(Part):
         flat = self._flat()
         if flat.device.type == "cpu" and flat.dtype is torch.float32 and flat.numel():
             return torch.from_numpy(_raised(flat.numpy()))
-        squares: Tensor = vecdot(flat.double(), flat.double())
+        wide = flat.double()
+        squares: Tensor = vecdot(wide, wide)
         return squares
 
     def sum(self, factors: Tensor) -> Tensor:

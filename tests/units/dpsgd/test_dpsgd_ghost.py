@@ -244,10 +244,9 @@ def test_numbers_that_half_precision_does_not_hold_are_not_lost() -> None:
 def test_rows_of_any_length_are_measured_and_added_up(dtype: Any, numbers: int) -> None:
     torch.manual_seed(4)
     scale = 1.0 if dtype is torch.float16 else 1e30
-    rows = (
-        torch.randn(70, numbers).to(dtype) * torch.tensor([scale, 1.0, 1 / scale] * 24)[:70, None]
-    )
-    rows, factors = rows.to(dtype), torch.rand(70, dtype=torch.float64)
+    lengths = torch.tensor([scale, 1.0, 1 / scale] * 24)[:70, None]
+    rows = (torch.randn(70, numbers) * lengths).to(dtype)
+    factors = torch.rand(70, dtype=torch.float64)
     part, exact = layers.Rows(rows), rows.double().square().sum(1)
     squares = part.squares()
     assert ((squares >= exact * (1 - 1e-12)) & (squares <= exact * (1 + 1e-5))).all()
