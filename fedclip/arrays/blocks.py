@@ -22,8 +22,8 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
-from itertools import accumulate, pairwise, starmap
-from operator import attrgetter
+from itertools import accumulate, pairwise, repeat, starmap
+from operator import attrgetter, mul
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,7 +59,7 @@ _BLOCK = 16 * lanes()
 _JOINED = 1024
 # With 500 rows or fewer, `np.vecdot` keeps the lock of the interpreter.
 _ROWS = 2 * PIECE // _BLOCK
-_size, _width, _nbytes = attrgetter("size"), attrgetter("itemsize"), attrgetter("nbytes")
+_size, _width, _shape = attrgetter("size"), attrgetter("itemsize"), attrgetter("shape")
 _is_contiguous = attrgetter("flags.c_contiguous")
 
 
@@ -123,40 +123,57 @@ def _rows(size: int) -> tuple[int, int]:
     return size // row, row
 
 
-class _Layout(NamedTuple):
+class Layout(NamedTuple):
     """How the square sums of arrays of these sizes are added up: by place in the list."""
 
+    nbytes: tuple[int, ...]
     small: tuple[int, ...]
     """Arrays that are joined."""
     sizes: tuple[int, ...]
     large: dict[int, tuple[int, int]]
     """Arrays that are cut into rows, with number and length of the rows."""
+    numbers: tuple[int, ...]
     spans: list[slice]
     """Where the rows of each of these are among those of all."""
     over: dict[int, tuple[int, int]]
     """Those with elements left over: the place among them, and the number of elements in rows."""
     halves: tuple[int, ...]
+    dtype: type[np.floating[Any]]
+    """The dtype of the square sums of rows."""
+
+
+def layout_of(views: Sequence[HostView]) -> Layout:
+    """Return how the square sums of some views are added up."""
+    return _layout((*map(_size, views),), (*map(_width, views),))
 
 
 @lru_cache(maxsize=256)
-def _layout(sizes: tuple[int, ...], widths: tuple[int, ...]) -> _Layout:
+def _layout(sizes: tuple[int, ...], widths: tuple[int, ...]) -> Layout:
     pairs = [*enumerate(zip(sizes, widths, strict=True))]
     small = tuple(i for i, (size, width) in pairs if width > 2 and 0 < size <= _JOINED)
     large = {i: _rows(size) for i, (size, width) in pairs if width > 2 and size > _JOINED}
-    stops = accumulate((number for number, _ in large.values()), initial=0)
+    numbers = tuple(number for number, _ in large.values())
+    stops = accumulate(numbers, initial=0)
     in_rows = enumerate(map(math.prod, large.values()))
     over = {i: row for i, row in zip(large, in_rows, strict=True) if row[1] < sizes[i]}
     halves = tuple(i for i, (size, width) in pairs if width == 2 and size)
     spans = [*starmap(slice, pairwise(stops))]
-    return _Layout(small, tuple(sizes[i] for i in small), large, spans, over, halves)
+    nbytes = tuple(map(mul, sizes, widths))
+    dtype = np.float64 if 8 in {widths[i] for i in large} else np.float32
+    joined = tuple(sizes[i] for i in small)
+    return Layout(nbytes, small, joined, large, numbers, spans, over, halves, dtype)
 
 
-def square_sums(views: Sequence[HostView]) -> list[float]:
-    """Return the sum of squares of each view, over all cores; it may over- or underflow."""
-    layout = _layout((*map(_size, views),), (*map(_width, views),))
+def square_sums(views: Sequence[HostView], layout: Layout | None = None) -> list[float]:
+    """Return the sum of squares of each view, over all cores; it may over- or underflow.
+
+    `layout` is that of the views, if it is known.
+    """
+    layout = layout_of(views) if layout is None else layout
     places, sizes = layout.small, layout.sizes
     if len(places) == len(views) > 0:
-        return _joined_sums(views, sizes)
+        joined: list[float] = _joined_sums(views, sizes).tolist()
+        return joined
     sums = [0.0] * len(views)
     small = [*map(views.__getitem__, places)]
     if layout.large or layout.halves:
@@ -164,20 +181,20 @@ def square_sums(views: Sequence[HostView]) -> list[float]:
         places, small = (*places, *ends), [*small, *ends.values()]
         sizes = (*sizes, *map(_size, ends.values()))
     if small:
-        for place, total in zip(places, _joined_sums(small, sizes), strict=True):
+        for place, total in zip(places, _joined_sums(small, sizes).tolist(), strict=True):
             sums[place] += total
     return sums
 
 
-def _joined_sums(views: Sequence[HostView], sizes: tuple[int, ...]) -> list[float]:
-    """Return the sums of squares in float64 of views that are joined first."""
+def _joined_sums(views: Sequence[HostView], sizes: tuple[int, ...]) -> Float64:
+    """Return the sums of squares in float64 of views, or their rows, that are joined first."""
     values = np.concatenate(views, axis=None, dtype=np.float64)
     np.multiply(values, values, out=values)
-    sums: list[float] = np.add.reduceat(values, starts(sizes)).tolist()
+    sums: Float64 = np.add.reduceat(values, starts(sizes))
     return sums
 
 
-def _add_rows(sums: list[float], views: Sequence[HostView], layout: _Layout) -> dict[int, HostView]:
+def _add_rows(sums: list[float], views: Sequence[HostView], layout: Layout) -> dict[int, HostView]:
     """Add the square sums of large arrays, over all cores; return the elements that are left over.
 
     They are cut into rows of up to one block.
@@ -193,11 +210,9 @@ def _add_rows(sums: list[float], views: Sequence[HostView], layout: _Layout) -> 
     calls: list[Callable[[], object]] = [
         partial(_add_half, sums, i, views[i]) for i in layout.halves
     ]
-    threads = num_threads([*map(_nbytes, views)])
-    sizes = (*map(len, tables),)
-    wide = np.float64 if 8 in {*map(_width, tables)} else np.float32
+    threads, sizes = num_threads(layout.nbytes), layout.numbers
     # One array for all: many small arrays would break up the memory that gradients need.
-    dots = np.empty(sum(sizes), wide)
+    dots = np.empty(sum(sizes), layout.dtype)
     into = [*map(dots.__getitem__, layout.spans)]
     if threads < 2:
         # A call for each from Python takes as long as the product of a thousand elements.
@@ -239,8 +254,10 @@ def exact_norm(views: Sequence[HostView]) -> float:
     return float(np.ldexp(root, exponent))
 
 
-def slice_norms(view: HostView, axes: Sequence[int], fast: bool = False) -> Float64:
-    """Return the L2 norm of each slice that spans `axes`, in float64, flat.
+def slice_norms(
+    views: Sequence[HostView], axes: Sequence[tuple[int, ...]], fast: bool = False
+) -> list[Float64]:
+    """Return the L2 norms of the slices of each view, which span its `axes`, in float64, flat.
 
     If it is `fast`, it may be off by `UNCERTAINTY`, relatively, and wrong unless it is finite and
     all sums of squares are above `UNDERFLOW`.
@@ -250,6 +267,33 @@ def slice_norms(view: HostView, axes: Sequence[int], fast: bool = False) -> Floa
     which would lose as many digits as there are: the elements of a slice are copied one after the
     other.
     """
+    shapes, widths = (*map(_shape, views),), (*map(_width, views),)
+    lengths, spans = _small_rows(shapes, widths, (*axes,))
+    if not spans:
+        return [*map(_slice_norms, views, axes, repeat(fast))]
+    roots = np.sqrt(_joined_sums([views[i] for i in spans], lengths))
+    pairs = enumerate(zip(views, axes, strict=True))
+    return [roots[spans[i]] if i in spans else _slice_norms(*pair, fast) for i, pair in pairs]
+
+
+@lru_cache(maxsize=256)
+def _small_rows(
+    shapes: Sequence[tuple[int, ...]], widths: Sequence[int], axes: Sequence[tuple[int, ...]]
+) -> tuple[tuple[int, ...], dict[int, slice]]:
+    """Return the lengths of all rows that are slices of small arrays, and those of each array."""
+    lengths: list[int] = []
+    spans: dict[int, slice] = {}
+    for i, (shape, some) in enumerate(zip(shapes, axes, strict=True)):
+        first = len(shape) - len(some)
+        is_rows, size = some == (*range(first, len(shape)),), math.prod(shape)
+        if widths[i] == 4 and is_rows and 0 < size <= _JOINED:
+            number = math.prod(shape[:first])
+            spans[i] = slice(len(lengths), len(lengths) + number)
+            lengths += [size // number] * number
+    return tuple(lengths), spans
+
+
+def _slice_norms(view: HostView, axes: Sequence[int], fast: bool) -> Float64:
     others = [a for a in range(view.ndim) if a not in axes]
     narrow = view.itemsize < 8
     if narrow and others and view.flags.c_contiguous and others == [*range(len(axes), view.ndim)]:

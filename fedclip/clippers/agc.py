@@ -281,8 +281,13 @@ def weights_of(weights: Mapping[str, Array] | None, groups: Groups) -> list[Arra
         names, known_names = (", ".join(map(repr, some)) for some in (missing, known))
         text = f"agc has no weights for {names}; it was given {known_names or 'none'}"
         raise ValueError(f"{text}: give the weights under the names of the gradients")
-    for name in groups.names:
-        if (dtype := backend_of(known[name]).dtype(known[name])).startswith("complex"):
+    found = [known[name] for name in groups.names]
+    # A model has few dtypes.
+    kinds = [(type(weight), getattr(weight, "dtype", None)) for weight in found]
+    for weight, name in dict(
+        zip(kinds, zip(found, groups.names, strict=True), strict=True)
+    ).values():
+        if (dtype := backend_of(weight).dtype(weight)).startswith("complex"):
             hint = "agc takes norms of real weights: put the name in exclude"
             raise TypeError(f"the weights {name!r} are {dtype}, and {hint}")
-    return [known[name] for name in groups.names]
+    return found

@@ -357,6 +357,8 @@ class Use:
         self.members = Members()
         # Of the last call of `clip_`: what it was given, the names, and the axes of outputs.
         self.selection: Any = NOTHING
+        # Addresses and sizes of gradients of which no two share memory.
+        self.apart: Any = None
         # Of TensorFlow: its compiled form, and the axes of the outputs of layers.
         self.compiled: Any = None
         self.outputs: dict[str, tuple[int, ...]] = {}

@@ -71,12 +71,14 @@ class Decision(NamedTuple):
         return xp.cast(xp.where(self.is_scaled, k, 1.0), wide)
 
     def factors_of(
-        self, dtypes: Sequence[str], shapes: Sequence[Any], squared: bool, xp: Backend, peaks: Array
+        self, dtypes: Sequence[str], shapes: Sequence[Any], squared: bool, xp: Backend, peaks: Any
     ) -> dict[str, Arrays]:
         """Return for each of these dtypes the factors of all, in pieces of some shapes."""
         columns: dict[str, Arrays] = {}
+        xp, (*numbers, peaks) = xp.scalars((*self, peaks))
+        decision = Decision(*numbers)
         for dtype in dict.fromkeys(dtypes):
-            columns[dtype] = xp.pieces(self.factors(dtype, squared, xp, peaks), shapes)
+            columns[dtype] = xp.pieces(decision.factors(dtype, squared, xp, peaks), shapes)
         return columns
 
 

@@ -29,7 +29,7 @@ import numpy as np
 
 from fedclip.arrays import NUMPY, Array, Arrays, Backend, Memory, backend_of, with_others
 from fedclip.arrays.base import FLOATS
-from fedclip.arrays.blocks import decode, encode
+from fedclip.arrays.blocks import Layout, decode, encode, layout_of
 from fedclip.arrays.numpy import NumpyBackend, bits
 from fedclip.core.scopes import Groups
 from fedclip.core.states import Statistics
@@ -84,6 +84,8 @@ class Plan(NamedTuple):
         Whether no array has elements.
     keeps_memory : bool
         Whether new arrays are written to memory that the clipper keeps.
+    layout : Layout
+        How the squares of arrays on the host are added up.
     """
 
     groups: Groups
@@ -92,6 +94,7 @@ class Plan(NamedTuple):
     form: tuple[Any, ...] = ()
     is_empty: bool = False
     keeps_memory: bool = False
+    layout: Layout | None = None
 
 
 class Gradient:
@@ -226,8 +229,11 @@ def prepare(
     TypeError
         With the name of the clipper, if an array cannot be clipped, or not with the others.
     """
-    inputs: Arrays = [*map(arrays.__getitem__, groups.names)]
-    excluded = _floats_among(arrays, groups.excluded) if groups.excluded else {}
+    inputs: Arrays = [*arrays.values()]
+    excluded = {}
+    if groups.excluded:
+        inputs = [*map(arrays.__getitem__, groups.names)]
+        excluded = _floats_among(arrays, groups.excluded)
     types = {*map(type, inputs)}
     if backend is None and plan is not None and plan.form and plan.form[1] == types:
         backend = plan.backend
@@ -249,10 +255,10 @@ def prepare(
     if plan is None or plan.groups is not groups or plan.form != form:
         if not {*form[2]} <= FLOATS:
             _check_dtypes(clipper, groups.names, inputs)
-        is_empty, sizes = not any(view.size for view in views), [view.nbytes for view in views]
-        keeps = memory is not None and not backend.in_place and memory.serves(sizes)
-        plan = Plan(groups, backend, _names(views, xp), form, is_empty, keeps)
-    xp.memory = memory if plan.keeps_memory else None
+        layout, is_empty = layout_of(views), not any(view.size for view in views)
+        keeps = memory is not None and not backend.in_place and memory.serves(layout.nbytes)
+        plan = Plan(groups, backend, _names(views, xp), form, is_empty, keeps, layout)
+    xp.memory, xp.layout = memory if plan.keeps_memory else None, plan.layout
     xp.in_place = xp.in_place and not copied
     return Gradient(plan, views, native, inputs, excluded, xp)
 

@@ -116,11 +116,11 @@ def _raised(rows: Host) -> Float64:
     """Return the squared norms of rows in float32, or up to five times `UNCERTAINTY` above."""
     with np.errstate(all="ignore"):
         # A norm may be measured this much too low: 1 / (1 - u)^2 < 1 + 3 u.
-        squares = slice_norms(rows, (1,), fast=True) ** 2 * (1.0 + 3.0 * UNCERTAINTY)
+        squares = slice_norms([rows], [(1,)], fast=True)[0] ** 2 * (1.0 + 3.0 * UNCERTAINTY)
         # Each record by its own numbers: no other record may change how it is measured.
         odd = np.flatnonzero(~((squares > UNDERFLOW) & (squares < math.inf)))
         if len(odd):
-            squares[odd] = slice_norms(rows[odd], (1,)) ** 2
+            squares[odd] = slice_norms([rows[odd]], [(1,)])[0] ** 2
     return squares
 
 

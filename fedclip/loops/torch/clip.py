@@ -31,7 +31,7 @@ from fedclip.clippers.base import Clipper
 from fedclip.clippers.norm_clip import NormClip
 from fedclip.core.records import StepRecord
 from fedclip.loops import clippers
-from fedclip.loops.clippers import shapes_of, skipped, skips, use_of
+from fedclip.loops.clippers import Use, shapes_of, skipped, skips, use_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -121,14 +121,14 @@ def clip_named(
         raise RuntimeError(
             f"{clipper.name} counts in Python, which a CUDA graph does not replay: clip outside it"
         )
-    if share_memory([*gradients.values()]):
+    if share_memory([*gradients.values()], use_of(clipper)):
         for name, gradient in gradients.items():
             parameters[name].grad = gradients[name] = gradient.clone()
     backend = _IN_PLACE
     if {*map(type, gradients.values())} != _PLAIN and are_sharded(gradients.values()):
         backend = _sharded(parameters, gradients)
     # A gradient of ``backward(create_graph=True)`` is changed without a trace in the graph.
-    with torch.no_grad(), clipper.lock:
+    with torch.set_grad_enabled(False), clipper.lock:
         if isinstance(clipper, AGC):
             weights = {name: parameters[name].detach() for name in gradients}
             after = clipper.clip(gradients, weights, backend=backend, outputs=outputs)
@@ -402,11 +402,17 @@ _start, _is_contiguous = torch.Tensor.data_ptr, torch.Tensor.is_contiguous
 _nbytes = attrgetter("nbytes")
 
 
-def share_memory(gradients: Sequence[torch.Tensor]) -> bool:
-    """Return whether two are one or may share memory, or an element is there twice."""
+def share_memory(gradients: Sequence[torch.Tensor], use: Use) -> bool:
+    """Return whether two are one or may share memory, or an element is there twice.
+
+    Those that lie where the last ones of this use lay are not compared again.
+    """
     placed = gradients
     try:
-        spans = sorted(zip(map(_start, placed), map(_nbytes, placed), strict=True))
+        now = [*map(_start, placed)], [*map(_nbytes, placed)]
+        if now == use.apart and all(map(_is_contiguous, placed)):
+            return False
+        spans = sorted(zip(*now, strict=True))
     except RuntimeError:
         # Some are sparse, or on a device that shows no address.
         placed = [g for g in gradients if _has_address(g)]
@@ -418,6 +424,7 @@ def share_memory(gradients: Sequence[torch.Tensor]) -> bool:
     if not all(map(le, map(sum, spans[:-1]), starts[1:])):
         return True
     if len(spans) == len(gradients) and all(map(_is_contiguous, gradients)):
+        use.apart = now
         return False
     return len({*map(id, gradients)}) < len(gradients) or not all(map(_is_dense, placed))
 
