@@ -147,6 +147,8 @@ class Backend(Arithmetic, ABC):
     """Whether outputs are written to the arrays themselves."""
     aligned = False
     """Whether it shares only memory that begins at a multiple of 64 bytes."""
+    rounds = False
+    """Whether fast norms of slices of float32 may be off."""
 
     # -- arrays -------------------------------------------------------------------------------
     def traced(self, array: Array) -> bool:

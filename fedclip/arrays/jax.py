@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from fedclip.arrays import base
+from fedclip.arrays import base, blocks
 from fedclip.arrays.base import Array, Arrays, Backend, HostView, Owners, widest_of
 from fedclip.arrays.numpy import bits
 
@@ -26,9 +26,11 @@ from fedclip.arrays.numpy import bits
 float64: Any = vars(jax if hasattr(jax, "enable_x64") else jax.experimental)["enable_x64"]
 
 # XLA adds up to 62 float32 one after the other in arrays of fewer elements than this, and at most
-# 20 in larger ones up to a million (tests/laws/test_digits.py).
+# 20 in larger ones up to a million, or to 4,096 of slices that span neighbouring dimensions
+# (tests/laws/test_bound.py).
 _TREE = 1 << 12
 _LONG = 1 << 20
+_SLICE = 1 << 12
 
 
 @cache
@@ -71,6 +73,26 @@ def _sum_of_squares(wide: Array) -> Array:
     return jnp.sum(sums.astype(float))
 
 
+def _adds_up(array: Array, axes: tuple[int, ...]) -> bool:
+    """Return whether XLA adds up the slices of an array in float32 with few roundings."""
+    fits = array.size >= _TREE and math.prod([array.shape[a] for a in axes[1:]]) <= _SLICE
+    return bool(array.dtype == jnp.float32 and fits and axes == (*range(axes[0], axes[-1] + 1),))
+
+
+def _slice_sums(array: Array, axes: tuple[int, ...], quick: bool) -> Array:
+    """Return the sums of squares of slices, flat, in float64; if `quick`, added up in float32."""
+    # Not more than the rows of long ones.
+    long = math.prod([array.shape[a] for a in axes]) > _SLICE
+    squares = jnp.square(array if quick else array.astype(float))
+    sums = jnp.sum(squares, axes[1:] if long else axes, keepdims=True).astype(float)
+    return jnp.sum(sums, axes).ravel()
+
+
+def _in_range(sums: Array) -> Array:
+    """Return whether no sum of squares has overflowed, or lost much by underflow."""
+    return jnp.all((sums >= base.UNDERFLOW) & (sums < jnp.inf))
+
+
 def _sqrt(x: Array) -> Array:
     """Return the square root; that of 0 has the derivative 0, as nothing follows from it."""
     nothing = x == 0
@@ -109,7 +131,7 @@ class JaxBackend(Backend):
     """
 
     name = "jax"
-    aligned = True
+    aligned = rounds = True
 
     def __init__(self, axes: tuple[str, ...] = ()) -> None:
         self._axes = axes
@@ -175,10 +197,17 @@ class JaxBackend(Backend):
 
     def group_max(self, values: Array, owners: Owners, groups: int) -> Array:
         if isinstance(owners, base.Repeated):
-            # On the CPU, XLA takes as long for one number of a segment as for hundreds of a part.
-            parts = self.pieces(values, [(number,) for number in owners.times])
-            values = jnp.stack([jnp.max(part, initial=-jnp.inf) for part in parts])
-            owners = owners.owners
+            # On the CPU, XLA takes as long for one number of a segment as for hundreds of a part,
+            # and as long for one part as for all of the same length.
+            alike: dict[int, list[int]] = {}
+            for i, number in enumerate(owners.times):
+                alike.setdefault(number, []).append(i)
+            starts = blocks.starts(owners.times)[:, None]
+            tables = [values[starts[some] + np.arange(n)] for n, some in alike.items()]
+            values = jnp.concatenate([jnp.max(t, axis=1, initial=-jnp.inf) for t in tables])
+            owners = [owners.owners[i] for some in alike.values() for i in some]
+        if sorted(owners) == [*range(groups)]:
+            return values[np.argsort(owners)]
         return jax.ops.segment_max(values, base.index_of(owners), groups)
 
     def group_sum(self, values: Array, owners: Owners, groups: int) -> Array:
@@ -242,4 +271,20 @@ class JaxBackend(Backend):
     ) -> Array:
         widest = _widest()
         with float64(True):
-            return super().slice_norms(arrays, axes).astype(widest)
+            if any(x.dtype.itemsize > 4 for x in arrays):
+                return super().slice_norms(arrays, axes).astype(widest)
+            pairs = [*zip(arrays, axes, strict=True)]
+            quick = [fast and _adds_up(*pair) for pair in pairs]
+            sums = [_slice_sums(*pair, q) for pair, q in zip(pairs, quick, strict=True)]
+            found = jnp.concatenate(sums)
+
+            def checked() -> Array:
+                exact = [partial(_slice_sums, *pair, False) for pair in pairs]
+                known = [partial(jnp.asarray, part) for part in sums]
+                rows = zip(quick, map(_in_range, sums), known, exact, strict=True)
+                return jnp.concatenate([jax.lax.cond(*row) if q else row[1]() for q, *row in rows])
+
+            if any(quick):
+                usual = jnp.concatenate([part for part, q in zip(sums, quick, strict=True) if q])
+                found = jax.lax.cond(_in_range(usual), lambda: found, checked)
+            return _sqrt(found).astype(widest)

@@ -48,6 +48,7 @@ class NumpyBackend(Backend):
     """
 
     name = "numpy"
+    rounds = True
 
     def __init__(
         self,

@@ -218,7 +218,7 @@ class AGC(Core, Regularizer):
         if not layout.spans:
             return slices
         measure = partial(slices.measure, arrays, layout, xp, 2)
-        if not on_host or all(array.itemsize != 4 for array in arrays):
+        if not xp.rounds or all(array.dtype.itemsize != 4 for array in arrays):
             return replace(slices, limit=self._limits(measure(), xp))
         # Of float32, the norms may be too large.
         limits = self._limits((1.0 - UNCERTAINTY) * measure(fast=True), xp)

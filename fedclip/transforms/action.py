@@ -60,15 +60,20 @@ class Decision(NamedTuple):
         `squared`: the measure scales with the square of the factor. `peaks`, the largest elements,
         keep products within the dtype; None if no factor is above 1.
         """
-        k = self.target / xp.where(self.is_scaled, self.base, 1.0)
-        k = xp.sqrt(k) if squared else k
         wide, far = ("float64", 1022) if dtype == "float64" else ("float32", 126)
+        margin, least, largest = 1.0 - MARGIN[dtype], 2.0**-far, LARGEST[dtype]
+        below = margin * margin if squared else margin
+        # The division comes last: XLA would repeat what follows it for each element.
+        target = self.target * below
+        is_small = target < xp.maximum(self.base * least, LEAST * below)
+        target = xp.where(self.is_scaled, xp.where(is_small, 0.0, target), 1.0)
+        k = target / xp.where(self.is_scaled, self.base, 1.0)
+        k = xp.sqrt(k) if squared else k
         if peaks is not None:
             # No factor may leave the range of float32 either, in which products are made.
-            k = xp.minimum(k, LARGEST[dtype] / xp.maximum(peaks, LARGEST[dtype] * 2.0**-far))
-        k = k * (1.0 - MARGIN[dtype])
-        k = xp.where((self.target < LEAST) | (k < 2.0**-far), 0.0, k)
-        return xp.cast(xp.where(self.is_scaled, k, 1.0), wide)
+            most = margin * largest / xp.maximum(peaks, largest * least)
+            k = xp.where(self.is_scaled, xp.minimum(k, most), 1.0)
+        return xp.cast(k, wide)
 
     def factors_of(
         self, dtypes: Sequence[str], shapes: Sequence[Any], squared: bool, xp: Backend, peaks: Any

@@ -169,7 +169,9 @@ class SliceClipping(Transform):
             # Other arrays are only checked for NaN and infinity.
             parts.append(xp.max_abs([arrays[i] for i in layout.unclipped]))
         flat = parts[0] if len(parts) == 1 else xp.joined(parts)
-        finite = gradient.finite_norms(xp.group_max(flat, layout.all_owners, number))
+        largest = xp.group_max(flat, layout.all_owners, number)
+        # Sums of these do not overflow.
+        finite = gradient.finite_norms(largest, flat * 2.0**-64)
         if not layout.spans:
             zeros = 0.0 * finite
             return Outcome([*arrays], state, zeros, zeros + math.inf, zeros > 0)
@@ -198,4 +200,5 @@ class SliceClipping(Transform):
         # A group without slices.
         usual = self.limit if isinstance(self.limit, float) else math.inf
         worst, bounds = xp.where(most < 0, 0.0, worst), xp.where(most < 0, usual, bounds)
-        return Outcome(outputs, state, worst, bounds, worst + self.action.eps > bounds)
+        over = worst + self.action.eps if self.action.eps else worst
+        return Outcome(outputs, state, worst, bounds, over > bounds)

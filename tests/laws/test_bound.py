@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedclip import AdaptiveClip, NoOp, Normalize, NormClip, ValueClip
-from fedclip.arrays import backend_named
+from fedclip.arrays import Repeated, backend_named, on_host
 from fedclip.arrays.blocks import UNCERTAINTY, exact_norm, lanes
 from fedclip.testing import FRAMEWORKS, apply, gradient_stream, to_numpy, to_vector
 from fedclip.transforms import clip_on_device
@@ -282,3 +282,63 @@ def test_long_arrays_of_jax_are_measured_as_well_as_short_ones(shape: tuple[int,
     measured = jax.jit(lambda array: xp.group_norms([array], [[0]]))
     found = float(measured(jax.numpy.asarray(values.reshape(shape)))[0])
     assert long_norm(values) * (1 - UNCERTAINTY) <= found <= long_norm(values) * (1 + 1e-7)
+
+
+SLICED = [
+    ((64, 64), (0,)),
+    ((256, 784), (0,)),
+    ((5, 1000), (1,)),
+    ((3, 172, 19, 49), (0, 1, 2)),
+    ((16, 300, 17), (1,)),
+    ((300, 16, 17), (0, 2)),
+    ((5000, 3), (0,)),
+]
+
+
+@pytest.mark.parametrize(("shape", "axes"), SLICED)
+def test_slices_of_jax_lose_no_more_digits_than_the_margin_covers(shape: Any, axes: Any) -> None:
+    needs("jax")
+    import jax
+
+    xp, kept = backend_named("jax"), [a for a in range(len(shape)) if a not in axes]
+    sizes = [shape[a] for a in (*axes, *kept)]
+    measured = jax.jit(lambda array: xp.slice_norms([array], [axes], fast=True))
+    for values in hard(math.prod(sizes[: len(axes)]), "float32"):
+        table = np.repeat(values.astype(np.float32), math.prod(sizes[len(axes) :]))
+        array = np.moveaxis(table.reshape(sizes), range(len(shape)), (*axes, *kept))
+        found = np.asarray(measured(jax.numpy.asarray(np.array(array, order="C"))), np.float64)
+        true = long_norm(values.astype(np.float32))
+        # One rounding more: without x64, JAX gives them in float32.
+        assert np.all(np.abs(found / true - 1) <= UNCERTAINTY + 2.0**-24)
+
+
+def test_slices_of_jax_out_of_the_range_of_squares_are_measured_again() -> None:
+    needs("jax")
+    import jax
+
+    xp = backend_named("jax")
+    usual = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
+    odd = usual * np.float32(1e-25)
+    odd[:, 1], odd[:, 2] = 1e25, 0.0
+    arrays = [usual, odd, usual[:, :2]]
+    measured = jax.jit(lambda *some: xp.slice_norms(some, [(0,)] * 3, fast=True))
+    wanted = [np.linalg.norm(array.astype(np.float64), axis=0) for array in arrays]
+    np.testing.assert_allclose(measured(*arrays), np.concatenate(wanted), rtol=UNCERTAINTY)
+    bad = odd.copy()
+    bad[5, 7] = math.nan
+    found = np.asarray(measured(usual, bad, usual[:, :2]))
+    assert np.flatnonzero(np.isnan(found)).tolist() == [64 + 7]
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_the_largest_number_of_each_group(framework: str) -> None:
+    xp = backend_named(require(framework).__name__)
+    numbers = xp.asarray([3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0, 6.0])
+    for groups, times, wanted in (
+        ((0, 1, 2), (2, 4, 2), [3, 9, 6]),
+        ((2, 0, 1), (4, 2, 2), [9, 6, 4]),
+        ((0, 1, 0), (3, 3, 2), [6, 9]),
+        ((1, 0), (4, 4), [9, 4]),
+    ):
+        found = xp.group_max(numbers, Repeated(groups, times), len(wanted))
+        assert on_host(found).tolist() == wanted

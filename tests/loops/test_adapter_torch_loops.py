@@ -1,6 +1,7 @@
 """Each ordinary PyTorch loop is clipped right, or refused in words."""
 
 import copy
+import math
 import pickle
 
 import pytest
@@ -219,6 +220,19 @@ def test_gradients_that_share_memory_are_clipped_once(kind):
     assert float(found) == float(wanted)
     for name, parameter in together.items():
         assert torch.equal(parameter.grad.to_dense(), alone[name].grad.to_dense())
+
+
+def test_gradients_that_come_to_share_memory_are_clipped_once():
+    flat, clipper = torch.full((6,), 3.0), NormClip(1.0)
+    weights = {name: torch.nn.Parameter(torch.ones(size)) for name, size in (("a", 4), ("b", 2))}
+    for size in (4, 4, 6):
+        if size > 4:
+            weights["a"] = torch.nn.Parameter(torch.ones(size))
+        for name, gradient in (("a", flat.fill_(3.0)[:size]), ("b", flat[4:])):
+            weights[name].grad = gradient
+        clip_(weights, clipper)
+        norms = [float(p.grad.norm()) for p in weights.values()]
+        assert math.hypot(*norms) == pytest.approx(1.0, rel=1e-5)
 
 
 def test_lbfgs_sees_clipped_gradients_only():
