@@ -59,33 +59,26 @@ def _(dtype: str, given: Any, changes: Any) -> tuple[Array, Array]:
     return _towards_zero(given[0], dtype), changes[0].astype(dtype)
 
 
-def _wide(array: Array) -> Array:
-    """Return an array in a dtype in which XLA adds it up with few roundings."""
-    shape = array.shape
-    narrow = math.prod(shape) >= _TREE and math.prod(shape[1:] or shape) <= _LONG
-    return array.astype(float if not narrow or array.dtype.itemsize > 4 else jnp.float32)
+def _adds_up(array: Array, axes: tuple[int, ...], most: int) -> bool:
+    """Return whether XLA adds up slices of up to `most` float32 with few roundings."""
+    fits = array.size >= _TREE and math.prod([array.shape[a] for a in axes[1:]]) <= most
+    is_narrow = array.dtype.itemsize <= 4
+    return bool(is_narrow and fits and axes == (*range(axes[0], axes[-1] + 1),))
 
 
-def _sum_of_squares(wide: Array) -> Array:
-    """Return the sum of squares of a wide array; the sums of long ones' rows are in float64."""
-    long = math.prod(wide.shape) > _LONG
-    sums = jnp.sum(jnp.square(wide), axis=tuple(range(1, wide.ndim)) if long else None)
-    return jnp.sum(sums.astype(float))
-
-
-def _adds_up(array: Array, axes: tuple[int, ...]) -> bool:
-    """Return whether XLA adds up the slices of an array in float32 with few roundings."""
-    fits = array.size >= _TREE and math.prod([array.shape[a] for a in axes[1:]]) <= _SLICE
-    return bool(array.dtype == jnp.float32 and fits and axes == (*range(axes[0], axes[-1] + 1),))
-
-
-def _slice_sums(array: Array, axes: tuple[int, ...], quick: bool) -> Array:
+def _square_sums(array: Array, axes: tuple[int, ...], most: int, quick: bool) -> Array:
     """Return the sums of squares of slices, flat, in float64; if `quick`, added up in float32."""
-    # Not more than the rows of long ones.
-    long = math.prod([array.shape[a] for a in axes]) > _SLICE
-    squares = jnp.square(array if quick else array.astype(float))
+    # Of more than `most`, their rows.
+    long = math.prod([array.shape[a] for a in axes]) > most
+    squares = jnp.square(array.astype(jnp.float32 if quick else float))
     sums = jnp.sum(squares, axes[1:] if long else axes, keepdims=True).astype(float)
     return jnp.sum(sums, axes).ravel()
+
+
+def _square_sum(array: Array) -> Array:
+    """Return the sum of squares of an array, in float64."""
+    axes = tuple(range(array.ndim))
+    return _square_sums(array, axes, _LONG, _adds_up(array, axes, _LONG))[0]
 
 
 def _in_range(sums: Array) -> Array:
@@ -222,18 +215,17 @@ class JaxBackend(Backend):
         widest = _widest()
         scaled = partial(self._scaled_norms, arrays, members)
         with float64(True):
-            squares = [_sum_of_squares(_wide(a)) for a in arrays]
+            squares = [*map(_square_sum, arrays)]
             sums = self._group_sums(squares, arrays, members)
             # Measure again, relative to the maximum, if a sum has overflowed or underflowed.
-            in_range = jnp.all((sums >= base.UNDERFLOW) & (sums < jnp.inf))
-            return jax.lax.cond(in_range, lambda: _sqrt(sums), scaled).astype(widest)
+            return jax.lax.cond(_in_range(sums), lambda: _sqrt(sums), scaled).astype(widest)
 
     def _scaled_norms(self, arrays: Arrays, members: Sequence[Sequence[int]]) -> Array:
         peaks = [*map(self._peak, arrays)]
         tops = [jnp.max(jnp.stack([peaks[i] for i in some])) for some in members]
         units = [base.unit_of(top, self) for top in tops]
         of = {i: unit for some, unit in zip(members, units, strict=True) for i in some}
-        squares = [_sum_of_squares(a.astype(float) / of[i]) for i, a in enumerate(arrays)]
+        squares = [_square_sum(a.astype(float) / of[i]) for i, a in enumerate(arrays)]
         return jnp.stack(units) * _sqrt(self._group_sums(squares, arrays, members))
 
     def _group_sums(
@@ -274,17 +266,18 @@ class JaxBackend(Backend):
             if any(x.dtype.itemsize > 4 for x in arrays):
                 return super().slice_norms(arrays, axes).astype(widest)
             pairs = [*zip(arrays, axes, strict=True)]
-            quick = [fast and _adds_up(*pair) for pair in pairs]
-            sums = [_slice_sums(*pair, q) for pair, q in zip(pairs, quick, strict=True)]
+            quick = [fast and _adds_up(*pair, _SLICE) for pair in pairs]
+            sums = [_square_sums(*pair, _SLICE, q) for pair, q in zip(pairs, quick, strict=True)]
             found = jnp.concatenate(sums)
 
             def checked() -> Array:
-                exact = [partial(_slice_sums, *pair, False) for pair in pairs]
+                exact = [partial(_square_sums, *pair, _SLICE, False) for pair in pairs]
                 known = [partial(jnp.asarray, part) for part in sums]
-                rows = zip(quick, map(_in_range, sums), known, exact, strict=True)
-                return jnp.concatenate([jax.lax.cond(*row) if q else row[1]() for q, *row in rows])
+                # Each by itself: a unit that is not in use has no gradient.
+                parts = map(jax.lax.cond, map(_in_range, sums), known, exact)
+                return jnp.concatenate([*parts])
 
-            if any(quick):
-                usual = jnp.concatenate([part for part, q in zip(sums, quick, strict=True) if q])
-                found = jax.lax.cond(_in_range(usual), lambda: found, checked)
+            usual = [part for part, q in zip(sums, quick, strict=True) if q]
+            if usual:
+                found = jax.lax.cond(_in_range(jnp.concatenate(usual)), lambda: found, checked)
             return _sqrt(found).astype(widest)

@@ -290,8 +290,8 @@ SLICED = [
     ((5, 1000), (1,)),
     ((3, 172, 19, 49), (0, 1, 2)),
     ((16, 300, 17), (1,)),
-    ((300, 16, 17), (0, 2)),
-    ((5000, 3), (0,)),
+    ((100, 60, 17), (0, 2)),
+    ((700_000, 3), (0,)),
 ]
 
 
@@ -318,16 +318,12 @@ def test_slices_of_jax_out_of_the_range_of_squares_are_measured_again() -> None:
 
     xp = backend_named("jax")
     usual = np.random.default_rng(0).standard_normal((64, 64)).astype(np.float32)
-    odd = usual * np.float32(1e-25)
-    odd[:, 1], odd[:, 2] = 1e25, 0.0
-    arrays = [usual, odd, usual[:, :2]]
-    measured = jax.jit(lambda *some: xp.slice_norms(some, [(0,)] * 3, fast=True))
+    tiny, huge, bad = usual * np.float32(1e-25), usual * np.float32(1e25), usual.copy()
+    usual[:, 2], bad[5, 7] = 0.0, math.nan
+    arrays = [usual, tiny, huge, bad, usual[:, :2]]
+    measured = jax.jit(lambda *some: xp.slice_norms(some, [(0,)] * len(some), fast=True))
     wanted = [np.linalg.norm(array.astype(np.float64), axis=0) for array in arrays]
     np.testing.assert_allclose(measured(*arrays), np.concatenate(wanted), rtol=UNCERTAINTY)
-    bad = odd.copy()
-    bad[5, 7] = math.nan
-    found = np.asarray(measured(usual, bad, usual[:, :2]))
-    assert np.flatnonzero(np.isnan(found)).tolist() == [64 + 7]
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)
