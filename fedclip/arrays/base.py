@@ -220,10 +220,6 @@ class Backend(Arithmetic, ABC):
     constant: Callable[[Array], Array]
     """``constant(x)``: numbers on which no derivative depends, such as a unit to divide by."""
 
-    def scalars(self, columns: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
-        """Return the fastest arithmetic for columns of numbers, and these as it takes them."""
-        return self, columns
-
     @abstractmethod
     def group_max(self, values: Array, owners: Owners, groups: int) -> Array:
         """Return the largest value of each group; smaller than any number if it has none."""

@@ -121,11 +121,6 @@ class NumpyBackend(Backend):
     def constant(self, x: Array) -> Array:
         return x
 
-    def scalars(self, columns: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
-        if len(columns[0]) > 1:
-            return self, columns
-        return Floats(), [None if column is None else column.item() for column in columns]
-
     def group_max(self, values: Array, owners: Owners, groups: int) -> Array:
         if isinstance(owners, Repeated) and all(owners.times):
             values = np.maximum.reduceat(values, blocks.starts(owners.times))
@@ -287,16 +282,6 @@ class NumpyBackend(Backend):
             return outs
         pairs = zip(arrays, outs, strict=True)
         return [aligned(a) if o is None and in_memory_order(a) is not None else o for a, o in pairs]
-
-
-class Floats(base.Arithmetic):
-    """The arithmetic of one number, as a float of Python: NumPy takes ten times as long."""
-
-    where = staticmethod(lambda condition, x, y: x if condition else y)
-    sqrt = staticmethod(math.sqrt)
-    minimum, maximum = min, max
-    cast = staticmethod(np.array)
-    pieces = staticmethod(lambda flat, shapes: [flat])
 
 
 def _in_range(norms: HostView) -> bool:
