@@ -283,11 +283,8 @@ def weights_of(weights: Mapping[str, Array] | None, groups: Groups) -> list[Arra
         raise ValueError(f"{text}: give the weights under the names of the gradients")
     found = [known[name] for name in groups.names]
     # A model has few dtypes.
-    kinds = [(type(weight), getattr(weight, "dtype", None)) for weight in found]
-    for weight, name in dict(
-        zip(kinds, zip(found, groups.names, strict=True), strict=True)
-    ).values():
-        if (dtype := backend_of(weight).dtype(weight)).startswith("complex"):
+    for i in {(type(w), getattr(w, "dtype", None)): i for i, w in enumerate(found)}.values():
+        if (dtype := backend_of(found[i]).dtype(found[i])).startswith("complex"):
             hint = "agc takes norms of real weights: put the name in exclude"
-            raise TypeError(f"the weights {name!r} are {dtype}, and {hint}")
+            raise TypeError(f"the weights {groups.names[i]!r} are {dtype}, and {hint}")
     return found

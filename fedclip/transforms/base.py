@@ -229,11 +229,9 @@ def prepare(
     TypeError
         With the name of the clipper, if an array cannot be clipped, or not with the others.
     """
-    inputs: Arrays = [*arrays.values()]
-    excluded = {}
-    if groups.excluded:
-        inputs = [*map(arrays.__getitem__, groups.names)]
-        excluded = _floats_among(arrays, groups.excluded)
+    are_all, names = groups.names == tuple(arrays), groups.names
+    inputs: Arrays = [*arrays.values()] if are_all else [*map(arrays.__getitem__, names)]
+    excluded = _floats_among(arrays, groups.excluded) if groups.excluded else {}
     types = {*map(type, inputs)}
     if backend is None and plan is not None and plan.form and plan.form[1] == types:
         backend = plan.backend
