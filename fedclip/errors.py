@@ -144,11 +144,8 @@ FEDERATIONS = "declearn>=2.9.1,<2.10"
 
 def fits(needed: str) -> bool:
     """Whether the installed declearn is of the versions in `DECLEARN` or `FEDERATIONS`."""
-    installed = version("declearn")
-    if installed is None:
-        return False
     low, high = (_numbers(limit) for limit in re.findall(r"[\d.]+", needed))
-    return low <= _numbers(installed) < high
+    return low <= _numbers(version("declearn") or "") < high
 
 
 def version(package: str) -> str | None:

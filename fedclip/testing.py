@@ -121,13 +121,12 @@ def _to_numpy(value: Unchecked) -> Host:
 def gradient_stream(steps: int = 20, seed: int = 0) -> list[dict[str, Host]]:
     """Return float64 gradients of norm about 1.6, with a spike of 16 at every sixth step."""
     rng = np.random.default_rng(seed)
-    return [
-        {
-            name: np.asarray(rng.normal(0, 1.5 if step % 6 == 5 else 0.15, shape))
-            for name, shape in SHAPES.items()
-        }
-        for step in range(steps)
-    ]
+    return [_drawn(rng, 1.5 if step % 6 == 5 else 0.15) for step in range(steps)]
+
+
+def _drawn(rng: np.random.Generator, std: float) -> dict[str, Host]:
+    """Return normal numbers, one array for each of `SHAPES`."""
+    return {name: np.asarray(rng.normal(0, std, shape)) for name, shape in SHAPES.items()}
 
 
 def apply(clipper: Plugin, gradients: Gradient, weights: Gradient | None = None) -> Any:
@@ -141,9 +140,7 @@ def _applied(
     clipper: Plugin, steps: Iterable[Arrays], framework: str = "numpy", dtype: str | None = None
 ) -> Iterator[tuple[Gradient, Any]]:
     """Yield the gradient of each step, and the output of the clipper."""
-    rng = np.random.default_rng(12345)
-    values = {name: np.asarray(rng.normal(0, 1, shape)) for name, shape in SHAPES.items()}
-    weights = to_vector(values, framework, dtype)
+    weights = to_vector(_drawn(np.random.default_rng(12345), 1.0), framework, dtype)
     for arrays in steps:
         gradients = to_vector(arrays, framework, dtype)
         yield gradients, apply(clipper, gradients, weights)
@@ -363,9 +360,8 @@ def check_resume(factory: Factory, steps: int = 14) -> None:
     expected = _run(factory(), stream)
     clipper = factory()
     for step in range(steps):
-        state = serialize.json_deserialize(serialize.json_serialize(clipper.get_state()))
         resumed = factory()
-        resumed.set_state(state)
+        resumed.set_state(serialize.json_deserialize(serialize.json_serialize(clipper.get_state())))
         # Run to the end from every fourth step only, to save time.
         length = steps if step % 4 == 0 else step + 2
         got = _run(resumed, stream[step:length])

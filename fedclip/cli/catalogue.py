@@ -72,8 +72,7 @@ def list_(
         return
     if name is not None:
         # By its class, because most are imported without declearn.
-        classes = {cls.lower(): cls for cls in fedclip.__all__}
-        cls = classes.get(name.replace("-", ""))
+        cls = {cls.lower(): cls for cls in fedclip.__all__}.get(name.replace("-", ""))
         plugin = getattr(fedclip, cls) if cls else registries()[entries[name]["kind"]][name]
         typer.echo(inspect.getdoc(plugin))
         return

@@ -63,8 +63,7 @@ def progress(task: str, quiet: bool = False) -> Callable[[int, int, str], None]:
     """
     from fedclip.report import printable
 
-    over = sys.stderr.isatty()
-    begun, last = time.monotonic(), 0
+    over, begun, last = sys.stderr.isatty(), time.monotonic(), 0
 
     def show(done: int, total: int, text: str) -> None:
         nonlocal begun, last

@@ -258,8 +258,7 @@ class Spent(NamedTuple):
             ordered = order is not None and cost.accountant == "rdp"
             name = f"rdp at order {order:.4g}" if ordered else cost.accountant
             # JSON has no infinity.
-            finite = math.isfinite(cost.epsilon)
-            epsilons[name] = cost.epsilon if finite else "no finite epsilon"
+            epsilons[name] = cost.epsilon if math.isfinite(cost.epsilon) else "no finite epsilon"
         except ModuleNotFoundError as exc:
             epsilons["epsilon"] = str(exc)
 
@@ -305,9 +304,8 @@ def in_words(cost: Config) -> Iterator[str]:
         yield f"  in {cost['rounds']:,} rounds of a server"
     if not cost["releases"]:
         yield "  nothing was spent"
-    for data in dict.fromkeys(entry["data"] for entry in cost["entries"]):
-        if data:
-            yield f"  of {data}"
+    for data in dict.fromkeys(entry["data"] for entry in cost["entries"] if entry["data"]):
+        yield f"  of {data}"
     for name, value in cost["epsilons"].items():
         counted = isinstance(value, float)
         text = f"epsilon {value:.4g} at delta {cost['delta']:g}" if counted else value

@@ -34,7 +34,6 @@ app = commands()
 Model = Literal["sklearn", "torch", "tensorflow", "jax"]
 Units = Literal["records", "persons"]
 
-TEMPLATES = Path(__file__).with_name("templates")
 MARKER = ".fedclip-demo"
 
 PACKAGES = {
@@ -91,7 +90,7 @@ def create(folder: Path, texts: Mapping[str, str]) -> None:
 
 def template(name: str) -> str:
     """Return the text of a template."""
-    return (TEMPLATES / name).read_text(encoding="utf-8")
+    return (Path(__file__).with_name("templates") / name).read_text(encoding="utf-8")
 
 
 # -- the demo -------------------------------------------------------------------------------------
@@ -158,8 +157,7 @@ def write_data(folder: Path, seed: int = 0) -> None:
     target = np.asarray(source.target, dtype=np.int64)
     order = np.random.default_rng(seed).permutation(len(target))
     held_out = len(target) // 5
-    valid = np.array_split(order[:held_out], len(SITES))
-    train = np.array_split(order[held_out:], len(SITES))
+    valid, train = (np.array_split(part, len(SITES)) for part in np.split(order, [held_out]))
     mean, std = records[train[0]].mean(axis=0), records[train[0]].std(axis=0)
     for word, power in (("radius", 1), ("perimeter", 1), ("area", 2)):
         columns = np.flatnonzero([word in name for name in source.feature_names])
@@ -243,8 +241,7 @@ def plot(folder: Path, reports: Mapping[str, Report]) -> str:
             line = "--" if site == SITES[1] else "-"
             ax.plot(numbers, norms, line, color=colour, label=f"update of {site}")
         ax.plot(numbers, bounds, color=styles[way], linewidth=3, label="bound")
-        title = f"{way}: norms of the updates"
-        ax.set(title=title, xlabel="round", ylabel="norm", yscale="log")
+        ax.set(title=f"{way}: norms of the updates", xlabel="round", ylabel="norm", yscale="log")
     axes[2].legend(frameon=False, loc="best")
     for ax in axes:
         ax.grid(alpha=0.3)

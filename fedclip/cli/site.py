@@ -60,8 +60,7 @@ def _explained(policy: Policy) -> Iterator[str]:
     yield f"at most {policy.max_replies_per_run:,} replies in a run{runs}, refusals included"
     if policy.allow_job_code:
         yield "anything that code in NVFlare jobs sends directly, as allow_job_code is on"
-    names = ", ".join(policy.allow_metrics) or "none"
-    yield f"these metrics, without limit or accounting: {names}"
+    yield f"these metrics, without limit or accounting: {', '.join(policy.allow_metrics) or 'none'}"
     if os.name == "nt":
         yield "on this system, fedclip cannot check who may change the policy or its ledger"
 

@@ -79,11 +79,10 @@ _ORDERS = {
     "": ("step.fixed", "step.learnt", "update.adaptive", "step.shared", "update.fixed"),
 }
 """The order of the proposals, if clients are outliers at that stage, and otherwise."""
+_FAR = "The norms of the {2}s of {0} the median client's: limit the influence of each by {1}."
 _ANSWERS = {
-    **dict.fromkeys(
-        ("step", "update"),
-        "The norms of the {2}s of {0} the median client's: limit the influence of each by {1}.",
-    ),
+    "step": _FAR,
+    "update": _FAR,
     "two": "The norms of {} those of the other. Either of two clients may be the outlier: try {}.",
     "diverged": "The model has diverged. Start with {1}, chosen by the norms of the first round.",
     "spikes": "Some single norms are far above the usual, on {}: clip them with {}.",
@@ -195,9 +194,8 @@ def advised(report: Report, experiment: str) -> Advice:
     odd = [*dict.fromkeys(name for stage in unusual.values() for name in stage.odd)]
     # A limit is to clip the outliers, or without any the clients with spikes.
     cut = odd or [*unusual.get("step", Unusual()).spikes]
-    ranks = _ORDERS.get(case, _ORDERS[""])
     ranked = [proposal for norms in places for proposal in proposals(norms, early, cut)]
-    ranked.sort(key=lambda proposal: ranks.index(proposal.name))
+    ranked.sort(key=lambda proposal: _ORDERS.get(case, _ORDERS[""]).index(proposal.name))
     if case in _DECIDED:
         fit = [proposal for proposal in ranked if early or _least(proposal.shares, cut) is not None]
         ranked = [*fit, *(proposal for proposal in ranked if proposal not in fit)]
@@ -381,9 +379,8 @@ def modules_of(
     document: Config, sides: Sequence[str] = ("client_opt", "server_opt")
 ) -> Iterator[tuple[str, Any, int]]:
     """Yield the name of each module of the optimizers, and where it stands: in a list, and at."""
-    optim = document.get("optim", document)
     for side in sides:
-        section = optim.get(side)
+        section = document.get("optim", document).get(side)
         modules = section.get("modules", []) if isinstance(section, Mapping) else []
         for place, module in enumerate(modules):
             name = module if isinstance(module, str) else module[0] if module else ""
@@ -407,8 +404,7 @@ def rewritten(text: str, proposal: Proposal) -> str:
     optim = document.get("optim", document)
     if not hasattr(optim, "keys") or "client_opt" not in optim:
         raise ValueError("it has no client_opt to add a clipper to")
-    noised = "noise_multiplier" in str(optim.get("server_opt"))
-    if noised and "aggregator" in proposal.plugins:
+    if "noise_multiplier" in str(optim.get("server_opt")) and "aggregator" in proposal.plugins:
         text = f"its server adds noise, and {proposal.name} adds none"
         advice = "depend on the data, write it into update-clip-server as start_norm"
         raise ValueError(f"{text}. If the proposed bound may {advice}")

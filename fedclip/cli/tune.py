@@ -76,11 +76,10 @@ def tune(
         _tuned(tuning, jobs)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
         fail(f"{config} cannot be tuned: {exc}")
-    ranking = tuning.ranking
-    show_ranking(ranking, "fedclip-tune/2", as_json)
+    show_ranking(tuning.ranking, "fedclip-tune/2", as_json)
     if "noise_multiplier" in tuning.text and not as_json:
         say("This choice uses the data, and the epsilon of a run does not cover it.")
-    winner = ranking.winner
+    winner = tuning.ranking.winner
     fresh = winner not in ("", NONE, AS_IS)
     if write and fresh:
         save(file, winner, tuning.texts[winner])
@@ -323,8 +322,7 @@ class Tuning:
         known = self.results[NONE]["1"].sites
         if not any(known.values()):
             raise ValueError("no site has evaluated the model: there is nothing to rank by")
-        for site in self.sites:
-            if site not in known:
-                hint = nearest(site, known) or f" (there are: {', '.join(sorted(known))})"
-                raise ValueError(f"there is no site {site!r}{hint}")
+        for site in (site for site in self.sites if site not in known):
+            hint = nearest(site, known) or f" (there are: {', '.join(sorted(known))})"
+            raise ValueError(f"there is no site {site!r}{hint}")
         self.ranking = Ranking(self.results, NONE, self.sites)

@@ -81,8 +81,7 @@ def relation_of(relation: str, protects: str) -> str:
     >>> relation_of("add-remove", "record"), relation_of("add-remove", "client")
     ('zero-out', 'add-remove')
     """
-    of_records = relation == "add-remove" and protects in ("record", "person")
-    return ZERO_OUT if of_records else relation
+    return ZERO_OUT if relation == "add-remove" and protects in ("record", "person") else relation
 
 
 # The orders of dp-accounting leave gaps where budgets are small.

@@ -104,8 +104,7 @@ class Claim:
     def refuted(self, guesses: Guesses, factor: float = 1.0) -> bool:
         """Return whether this number of right guesses refutes a claim of `factor` times the mu."""
         canaries, guessed, correct = guesses
-        mus = [factor * mu for mu in self._mus]
-        epsilons = [*map(epsilon_of, mus, _DELTAS.tolist())]
+        epsilons = [*map(epsilon_of, [factor * mu for mu in self._mus], _DELTAS.tolist())]
         ratio = np.exp(-np.minimum(epsilons, 700.0))
         right = _SIGNIFICANCE * correct / canaries
         wrong = _SIGNIFICANCE * (guessed - correct) / canaries
@@ -209,8 +208,7 @@ def attack(unit: str, play: Callable[[], Played], seconds: float) -> Audit:
         runs.append(play())
     guesses, mu = guess(present, scores, *share), mu_of(max(claimed, 1e-9), delta)
     least, most_ = (epsilon_of(x * mu, delta) for x in (claim.factor(guesses), refutable))
-    broken = max(run[-1] for run in runs)
-    return Audit(unit, claimed, delta, least, most_, guesses, broken)
+    return Audit(unit, claimed, delta, least, most_, guesses, max(run[-1] for run in runs))
 
 
 def _unlucky(present: Host, half: Host, share: tuple[float, float]) -> Guesses:

@@ -157,8 +157,7 @@ def _scoped(clipper: Plugin, limit: float, context: Context) -> _Scoped:
         axes_of = clipper.transform(groups).axes
         for name in groups.names:
             shape = shapes[name] or (1,)
-            axes = axes_of(shape)
-            if axes is not None:
+            if (axes := axes_of(shape)) is not None:
                 count = math.prod(n for a, n in enumerate(shape) if a not in axes)
                 pieces.append(Piece(limit, math.prod(shape[a] for a in axes), count))
             elif math.prod(shape):
@@ -201,8 +200,7 @@ def _limited(clipper: Plugin, max_norm: float | None, context: Context) -> Guara
     lipschitz, why = 1.0, ""
     if ord not in (2, "rms"):
         why = f"scaling down to a limit of order {ord!r} is no projection in the L2 norm"
-        sizes = [p.size for p in pieces or () if p.times]
-        lipschitz = max((stretch(ord, n) for n in sizes), default=1.0)
+        lipschitz = max((stretch(ord, p.size) for p in pieces or () if p.times), default=1.0)
         lipschitz = math.inf if context.shapes is None else lipschitz
     result = Guarantee(clipper.name, lipschitz=lipschitz, growth=1.0, finite=finite, expands=why)
     if note:
@@ -351,8 +349,7 @@ def weight_limit(regularizer: Plugin, context: Context) -> Guarantee:
     """Return the map of limits relative to the norms of weights."""
     shapes, why = context.shapes, ""
     if shapes is not None:
-        patterns = regularizer.excluded(shapes)
-        groups = resolve("tensor", patterns, list(shapes))
+        groups = resolve("tensor", regularizer.excluded(shapes), list(shapes))
         unclipped = [n for n in groups.excluded if math.prod(shapes[n])]
         if regularizer.unit in ("output", "optax"):
             sized = [n for n in groups.names if math.prod(shapes[n])]
@@ -443,9 +440,7 @@ def l2_of(ord: Order, limit: float, size: int) -> float:
     >>> l2_of("std", 0.5, 10)
     inf
     """
-    power, _ = _powers(ord)
-    factor = power if math.isinf(power) else size**power
-    return limit if factor == 1.0 else outwards(limit * factor)
+    return _times_power(limit, size, _powers(ord)[0])
 
 
 def stretch(ord: Order, size: int) -> float:
@@ -461,9 +456,13 @@ def stretch(ord: Order, size: int) -> float:
     >>> stretch(0.5, 100)
     inf
     """
-    _, power = _powers(ord)
+    return _times_power(1.0, size, _powers(ord)[1])
+
+
+def _times_power(length: float, size: int, power: float) -> float:
+    """Return a length times a power of the size, rounded outwards."""
     factor = power if math.isinf(power) else size**power
-    return factor if factor == 1.0 else outwards(factor)
+    return length if factor == 1.0 else outwards(length * factor)
 
 
 def slope(rise: float, eps: float) -> float:

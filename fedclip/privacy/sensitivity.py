@@ -24,8 +24,6 @@ from fedclip.privacy import guarantees
 from fedclip.privacy.accounting import RELATIONS
 from fedclip.privacy.guarantees import Context, Guarantee, GuaranteeFunction, Plugin, Shapes, number
 
-_PLACES = ("record", "aggregate")
-
 
 @dataclass(frozen=True)
 class Analysis:
@@ -109,7 +107,7 @@ class Analysis:
             If a parameter is invalid.
         """
         parameters.choice(RELATIONS, relation=relation)
-        if parameters.choice(_PLACES, on=on) == "record":
+        if parameters.choice(("record", "aggregate"), on=on) == "record":
             if incoming is not None:
                 raise ValueError(f"incoming goes with on='aggregate', got incoming={incoming!r}")
             if not self.per_record_safe or self.l2_bound is None:
@@ -279,8 +277,7 @@ plug-in of your own."""
 
 def look_up(plugin: Plugin, context: Context) -> Guarantee:
     """Return the guarantee of a plug-in: no bound if neither the plug-in nor the table has one."""
-    kind = GUARANTEES.get(plugin.name)
-    if kind is not None:
+    if (kind := GUARANTEES.get(plugin.name)) is not None:
         return kind(plugin, context)
     guarantee = getattr(plugin, "guarantee", None)
     return guarantee(context) if callable(guarantee) else guarantees.unknown(plugin, context)

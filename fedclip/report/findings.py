@@ -42,8 +42,7 @@ def findings_of(
     """
     for curve in (c for c in curves if c.metric == "loss" and c.nonfinite and c.node in servers):
         text = f"The loss of {curve.node} is NaN or infinite from round {curve.nonfinite[0]} on"
-        where = experiment_of(curve.node)
-        yield Finding("diverged", where, "", f"{text}: the model has diverged.")
+        yield Finding("diverged", experiment_of(curve.node), "", f"{text}: the model has diverged.")
     clients = (row for row in rows if row.node not in servers)
     for experiment, members in grouped(clients, lambda row: experiment_of(row.node)).items():
         for text in client_findings(unusual_norms(norms_by_stage(members))):
@@ -88,8 +87,8 @@ def _clipped(rows: Sequence[Row]) -> tuple[str, str]:
     if after := [row for row in rows if row.record.round > last]:
         ends, norm = limits(after), pooled(row.record for row in after).norm_median
         text = f"No {step} {was} clipped after round {last}: the last limit was"
-        end = number(ends[-1]) if ends else "-"
-        return "inert", f"{text} {end}, the median norm {number(norm)}."
+        end = ends[-1] if ends else None
+        return "inert", f"{text} {number(end)}, the median norm {number(norm)}."
     nodes = grouped(rows, lambda row: row.node)
     shares = {node: pooled(r.record for r in some).clipped_share for node, some in nodes.items()}
     most = max(shares, key=shares.__getitem__)

@@ -220,9 +220,8 @@ class Unusual:
 def unusual_norms(places: Iterable[Norms]) -> dict[str, Unusual]:
     """Return the unusual norms of each stage that has enough norms."""
     result: dict[str, Unusual] = {}
-    for norms in places:
-        if not norms.lacking:
-            result[norms.stage] = _unusual_in(norms, any(stage.odd for stage in result.values()))
+    for norms in (norms for norms in places if not norms.lacking):
+        result[norms.stage] = _unusual_in(norms, any(stage.odd for stage in result.values()))
     return result
 
 
@@ -253,8 +252,7 @@ def _unusual_in(norms: Norms, beside: bool) -> Unusual:
     for name, records in norms.by_client().items():
         largest = [record.norm_max or 0.0 for record in records]
         for place, record in enumerate(records):
-            near = median(largest[max(0, place - _NEAR) : place + _NEAR + 1])
-            usual = max(near, median(largest))
+            usual = max(median(largest), median(largest[max(0, place - _NEAR) : place + _NEAR + 1]))
             # Norms after a spike are no measure if it has spoilt the model.
             before = max(others.get(record.round, 0.0), median(largest[:place] or [0.0]))
             usual = min(usual, before) if place > 1 and len(ratios) > 2 and before else usual

@@ -56,12 +56,11 @@ def page_of(
 
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["shown"] = printable
-    template = environment.from_string(_file("page.html"))
     experiments = [*_experiments(report, spent, advice)]
     metrics = dict.fromkeys(metric for exp in experiments for metric in exp["metrics"])
     # Loss first: it is there without any metric being asked for.
     chosen = sorted(metrics, key=lambda name: name != "loss")[:_MOST_METRICS]
-    return template.render(
+    return environment.from_string(_file("page.html")).render(
         title=f"Clipping in {report.folder.resolve().name}",
         made=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
         experiments=experiments,
@@ -161,8 +160,8 @@ def _clippers(report: Report, advice: Advice | None) -> Iterator[dict[str, objec
     runs = grouped(ordered, lambda row: row.module + " on the server" * (row.node in servers))
     for name, chosen in runs.items():
         nodes = grouped(chosen, lambda row: site_of(row.node))
-        everybody = _by_round(chosen)
-        single = {n: _by_round(some) for n, some in nodes.items()}
+        everybody = [*_by_round(chosen)]
+        single = {n: [*_by_round(some)] for n, some in nodes.items()}
         shown = single if len(nodes) > 1 and len(chosen) <= _MOST_ROUNDS else {}
         lines = {n: [[p[0], p[3], p[8]] for p in points] for n, points in single.items()}
         yield {
@@ -180,15 +179,13 @@ def _clippers(report: Report, advice: Advice | None) -> Iterator[dict[str, objec
         }
 
 
-def _by_round(rows: Iterable[Row]) -> list[list[float | None]]:
-    """Return for each round its least, 5 %, median, 95 % and largest norm, limits and share."""
-    points = []
+def _by_round(rows: Iterable[Row]) -> Iterator[list[float | None]]:
+    """Yield for each round its least, 5 %, median, 95 % and largest norm, limits and share."""
     for round_, some in sorted(grouped(rows, lambda row: row.record.round).items()):
         record, ends = pooled(row.record for row in some), limits(some)
         norms = [record.norm_min, *map(record.norm_quantile, (0.05, 0.5, 0.95)), record.norm_max]
         last = min(ends, default=None), max(ends, default=None), record.clipped_share
-        points.append([round_, *map(_short, (*norms, *last))])
-    return points
+        yield [round_, *map(_short, (*norms, *last))]
 
 
 def _nodes(report: Report) -> list[list[str]]:

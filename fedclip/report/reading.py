@@ -15,18 +15,17 @@ import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgpack
 import numpy as np
 
 from fedclip.core.records import SERVED, read_rounds
-from fedclip.report.rows import Curve, ReportError, Row, experiment_of
+from fedclip.report.rows import Curve, ReportError, Row, experiment_of, grouped
 from fedclip.report.text import Report
 
 
-def read_curves(node: str, file: Path, last: int, at: Mapping[str, int]) -> list[Curve]:
-    """Return the curves in one file of metrics; none of a damaged file.
+def read_curves(node: str, file: Path, last: int, at: Mapping[str, int]) -> Iterator[Curve]:
+    """Yield the curves in one file of metrics; none of a damaged file.
 
     The node has reached round `last`, and round ``at[stamp]`` at the time of some evaluations.
     """
@@ -34,16 +33,15 @@ def read_curves(node: str, file: Path, last: int, at: Mapping[str, int]) -> list
         with file.open(newline="", encoding="utf-8", errors="replace") as lines:
             rows = list(csv.DictReader(lines))
     except (OSError, ValueError, csv.Error):
-        return []
+        return
     rounds = rounds_of([str(row.get("timestamp")) for row in rows], last, at)
-    curves = []
     for metric in [name for name in (rows[0] if rows else ()) if name not in ("timestamp", None)]:
         cells = zip(rounds, (row.get(metric) for row in rows), strict=True)
         values = [(round_, number) for round_, cell in cells for number in _numbers(cell)]
         points = tuple((round_, value) for round_, value in values if math.isfinite(value))
         bad = tuple(round_ for round_, value in values if not math.isfinite(value))
-        curves += [Curve(node, metric, points, bad)] if values else []
-    return curves
+        if values:
+            yield Curve(node, metric, points, bad)
 
 
 def read_confusion(file: Path) -> list[list[float]] | None:
@@ -73,8 +71,7 @@ def rounds_of(stamps: Sequence[str], last: int, at: Mapping[str, int]) -> list[i
     # Several evaluations within a second have one time, and one file: that of the last of them.
     known = {i: at[s] for i, s in enumerate(stamps) if s in at and s not in stamps[i + 1 : i + 2]}
     known = {-1: 0, **known} | ({len(stamps) - 1: max(last, len(stamps))} if stamps else {})
-    places = sorted(known)
-    between = np.interp(range(len(stamps)), places, [known[place] for place in places])
+    between = np.interp(range(len(stamps)), [*known], [*known.values()])
     return [round(value) for value in between.tolist()]
 
 
@@ -140,9 +137,8 @@ class Reader:
             raise ReportError(self._why_empty(len(skipped)))
         rows.sort(key=lambda row: (row.node, row.position, row.name, row.record.round))
         servers = frozenset(node.label for node in nodes if node.is_server)
-        return Report(
-            folder, tuple(rows), skipped, servers=servers, private=private, **_metrics(nodes)
-        )
+        curves, confusions = _metrics(nodes)
+        return Report(folder, tuple(rows), skipped, curves, servers, private, confusions)
 
     def _why_empty(self, skipped: int) -> str:
         files = sum(len(node.seen) for node in self._nodes.values())
@@ -177,8 +173,7 @@ class _Node:
     @property
     def private(self) -> bool:
         """Whether it trains by DP-SGD, also without the module that says how."""
-        ledger = not self.rows and (self.folder / LEDGER).exists()
-        return ledger or "sample-clip" in self.others
+        return "sample-clip" in self.others or (not self.rows and (self.folder / LEDGER).exists())
 
     def update(self) -> None:
         """Read the files that are new or have changed, in the order in which they were written."""
@@ -260,14 +255,12 @@ def _rounds(state: object, field: str = "round") -> list[int]:
     return [row[field] for row in state.get("rounds", ())] if isinstance(state, dict) else []
 
 
-def _metrics(nodes: Collection[_Node]) -> dict[str, Any]:
+def _metrics(nodes: Collection[_Node]) -> tuple[tuple[Curve, ...], dict[str, list[list[float]]]]:
     """Return curves and confusion matrices, also of clients that only a server knows."""
     curves: dict[tuple[str, str], Curve] = {}
     confusions: dict[str, list[list[float]]] = {}
-    last: Counter[str] = Counter()
-    for node in nodes:
-        above = experiment_of(node.label)
-        last[above] = max(last[above], node.mark[0])
+    federations = grouped(nodes, lambda node: experiment_of(node.label))
+    last = {above: max(node.mark[0] for node in some) for above, some in federations.items()}
     for node in sorted(nodes, key=lambda node: node.is_server):
         above, slash, _ = node.label.rpartition("/")
         for file in sorted(node.folder.glob("metrics*.csv")):
@@ -277,4 +270,4 @@ def _metrics(nodes: Collection[_Node]) -> dict[str, Any]:
                 curves.setdefault((label, curve.metric), curve)
             if matrix := read_confusion(file.with_suffix(".json")):
                 confusions.setdefault(label, matrix)
-    return {"curves": tuple(curves[key] for key in sorted(curves)), "confusions": confusions}
+    return tuple(curves[key] for key in sorted(curves)), confusions

@@ -153,8 +153,7 @@ def number(value: float | None) -> str:
 
 def listed(names: Sequence[str]) -> str:
     """Return the first five names, and how many more there are."""
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + more
+    return ", ".join(names[:5]) + f" and {len(names) - 5} more" * (len(names) > 5)
 
 
 def write_csv(columns: Iterable[str], rows: Iterable[Mapping[str, object]], file: TextIO) -> None:

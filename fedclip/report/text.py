@@ -90,8 +90,7 @@ class Report:
         rounds
             Show each round, not only all rounds together.
         """
-        title = f"Clipping in {self.folder.name or self.folder}"
-        return table_of(title, self.whole, rounds)
+        return table_of(f"Clipping in {self.folder.name or self.folder}", self.whole, rounds)
 
     def write_csv(self, file: TextIO) -> None:
         """Write every row and every column as CSV; see `rows.write_csv`."""

@@ -158,12 +158,11 @@ class SharedStatistics:
         tally, nothing = self.rule.tally, self._nothing()
         columns, result = [], dict(statistics)
         for label in self.labels:
-            fields = statistics.get(label)
-            if fields is None:
-                columns.append([0] * tally.rows)
-            else:
-                columns.append(tally.encode(fields, centre_of(fields)))
+            column = [0] * tally.rows
+            if (fields := statistics.get(label)) is not None:
+                column = tally.encode(fields, centre_of(fields))
                 result[label] = {**fields, **nothing}
+            columns.append(column)
         counts = np.array(columns, dtype=np.uint64).reshape(len(columns), tally.rows)
         return np.ascontiguousarray(counts.T), result
 

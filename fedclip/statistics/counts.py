@@ -109,10 +109,8 @@ class Tally:
     # -- on a client, in any framework's arithmetic -----------------------------------------
     def init(self, groups: int, xp: Arithmetic) -> dict[str, Array]:
         """Return the fields at the start of a round, with all counts 0."""
-        zeros = xp.asarray([0.0] * groups)
-        fields = {"new": zeros}
-        for name in (name for part in self.parts for name in _NUMBERS.get(part, ())):
-            fields[name] = zeros
+        names = ["new", *(name for part in self.parts for name in _NUMBERS.get(part, ()))]
+        fields = dict.fromkeys(names, xp.asarray([0.0] * groups))
         if "sketch" in self.parts:
             fields["new_above"] = xp.asarray(np.zeros((BUCKETS - 1, groups)))
         return fields
@@ -120,8 +118,7 @@ class Tally:
     def add(self, judged: Judgement, most: int, state: State, xp: Arithmetic) -> State:
         """Return the state after counting one step; count at most `most` norms."""
         observed, unclipped = judged.observed, judged.unclipped
-        counted = judged.learns & (observed < LARGEST) & (state.new < most)
-        weight = xp.where(counted, 1.0, 0.0)
+        weight = xp.where(judged.learns & (observed < LARGEST) & (state.new < most), 1.0, 0.0)
         fields: dict[str, Array] = {"new": state.new + weight}
         if "bits" in self.parts:
             fields["new_unclipped"] = state.new_unclipped + weight * unclipped
@@ -134,8 +131,7 @@ class Tally:
             fields["new_squares"] = state.new_squares + delta * (observed - mean)
         if "sketch" in self.parts:
             edges = xp.asarray(_EDGES[:, None], like=observed)
-            more = xp.where(observed > edges, weight, 0.0 * weight)
-            fields["new_above"] = state.new_above + more
+            fields["new_above"] = state.new_above + xp.where(observed > edges, weight, 0.0 * weight)
         return state._replace(**fields)
 
     # -- on the wire ------------------------------------------------------------------------

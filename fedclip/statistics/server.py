@@ -147,16 +147,14 @@ class SharedState:
             if round_.buckets is not None and round_.n:
                 history.add(round_.buckets)
             levels.append(self.rule.levels(history))
-            mean, variance = round_.moments(centre)
-            rows.append((round_.n, mean, variance, round_.unclipped))
+            rows.append((round_.n, *round_.moments(centre), round_.unclipped))
         n, means, variances, unclipped = np.array(rows, dtype=np.float64).T
         counted = Counted(n, means, variances, np.array(levels).T, unclipped)
         with np.errstate(all="ignore"):
             after = self.rule.merge(self.state, counted)
         valid = (counted.n > 0) & np.all([np.isfinite(column) for column in after], axis=0)
-        self.state = type(after)(
-            *(np.where(valid, new, old) for old, new in zip(self.state, after, strict=True))
-        )
+        pairs = zip(self.state, after, strict=True)
+        self.state = type(after)(*(np.where(valid, new, old) for old, new in pairs))
 
     def get_state(self) -> dict[str, object]:
         """Return the state by group, as plain numbers, strings and lists."""

@@ -11,7 +11,7 @@ whatever the class does.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -169,21 +169,20 @@ def _translation(
     try:
         for name, text in row.let.items():
             names[name] = eval(text, names)
-        name, _, arguments = _chosen(row.gives, names)[0].partition("(")
+        call, *_ = _chosen(row.gives, names)
+        name, _, arguments = call.partition("(")
         result = _KINDS.get(name, "module"), name, eval(f"dict({arguments}", names)
         return result, [text.format_map(names) for text in _chosen(row.notes, names)]
     except (TypeError, ArithmeticError) as exc:
         raise ValueError(f"{cls} of {package} takes no such value: {exc}") from exc
 
 
-def _chosen(entries: list[Unchecked], names: Config) -> list[str]:
-    """Return the texts of the entries that apply, those of ``[texts]`` by their names."""
-    texts = []
+def _chosen(entries: list[Unchecked], names: Config) -> Iterator[str]:
+    """Yield the texts of the entries that apply, those of ``[texts]`` by their names."""
     for entry in entries:
         when, text = entry if isinstance(entry, list) else ("True", entry)
         if text.startswith("@"):
             named = _TEXTS[text[1:]]
             when, text = named if isinstance(named, list) else (when, named)
         if eval(when, names):
-            texts.append(text)
-    return texts
+            yield text

@@ -140,9 +140,8 @@ def only_one(what: str, least: int, **values: object) -> object:
 
 def only_none(**values: object) -> None:
     """Refuse modules inside a clipper."""
-    for name, value in values.items():
-        if value is not None:
-            raise ValueError(f"{name} can only be None: modules inside a clipper have no bound")
+    for name in (name for name, value in values.items() if value is not None):
+        raise ValueError(f"{name} can only be None: modules inside a clipper have no bound")
 
 
 def spanned(dim: object, inverse: bool, min_size: object) -> Config | None:
@@ -242,7 +241,6 @@ def local_dp(clipping_norm: float, sensitivity: float, budget: float, delta: flo
 
     # Four digits of it are shown: those may be rounded down.
     needed = noise_multiplier(budget, delta, 1, relation="replace-one") * (1.0 + 5e-4)
-    deviation = sensitivity * math.sqrt(2.0 * math.log(1.25 / delta)) / budget
-    multiplier = deviation / clipping_norm
+    multiplier = sensitivity * math.sqrt(2.0 * math.log(1.25 / delta)) / budget / clipping_norm
     costs = {r.replace("-", "_"): epsilon([Release(multiplier)], delta, r) for r in RELATIONS}
     return {"multiplier": multiplier, "needed": needed, **costs}

@@ -48,8 +48,6 @@ from fedclip.updates.weights import WITH_NOISE, Share, Shares
 # Numbers of values that are added at once, in the cache, and of a table that is sorted at once.
 _PIECE, _TABLE = 2**14, 2**20
 
-REPEATED = "its sender has replied already"
-
 
 def host_values(array: Array) -> HostView:
     """Return an array's values on the host, dense."""
@@ -118,8 +116,7 @@ class Combining:
     def pull(self) -> str:
         """By how much one client moves the average, as a multiple of the bound, of n replies."""
         f = self.n_hostile
-        of = {"mean": "1 / n", "arc": f"{2 * f} / n", "trimmed": f"1 / (n - {2 * f})"}
-        return of[self.kind]
+        return {"mean": "1 / n", "arc": f"{2 * f} / n", "trimmed": f"1 / (n - {2 * f})"}[self.kind]
 
     def unfit(self, *, weights: bool = False, noise: bool = False, secure: bool = False) -> str:
         """Return why updates cannot be combined like this; "" if they can."""
@@ -148,9 +145,8 @@ class Combining:
         if self.kind == "trimmed":
             return trimmed_mean(updates, clients, self.n_hostile)
         if self.kind == "arc":
-            norms = [0.0] * clients
-            for i, update in enumerate(updates):
-                norms[i] = norm_of(update, "arc") or 0.0
+            norms = [norm_of(update, "arc") or 0.0 for update in updates]
+            norms += [0.0] * (clients - len(updates))
             factors = arc_factors(norms, self.n_hostile)[: len(updates)]
         return averaged(updates, divisor, factors)
 
@@ -293,7 +289,7 @@ class RunningAverage:
         place, fault = len(self.faults), ""
         self.faults.append(fault)
         if reply.sender and reply.sender in self._senders:
-            return self._refused(place, reply, REPEATED)
+            return self._refused(place, reply, "its sender has replied already")
         if self._held is not None:
             self._held[place] = reply
         else:
@@ -317,8 +313,7 @@ class RunningAverage:
             fault = share.fault or limits.fault(reply, self.like, self.bound, self._whole)
             if not fault and reply.clients > 1:
                 sums = {name: finite_values(array) for name, array in arrays.items()}
-                terms = self.bound, self._whole, reply.clients, share.mass
-                arrays = limits.projected(sums, *terms)
+                arrays = limits.projected(sums, self.bound, self._whole, reply.clients, share.mass)
             if not fault:
                 use(arrays, share.factor)
         except Exception as exc:  # a client may have sent anything

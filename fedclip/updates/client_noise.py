@@ -162,8 +162,7 @@ class SiteNoise(Configured):
     # -- votes ----------------------------------------------------------------------------------
     def vote(self, bins: Sequence[int]) -> list[int]:
         """Return a client's vote with noise: an integer >= 0 for each bin."""
-        noise = draws(self._variance, BINS).tolist()
-        pairs = zip(bins, noise, strict=True)
+        pairs = zip(bins, draws(self._variance, BINS).tolist(), strict=True)
         return [self._in_range(self._offset + self._vote * n + x) for n, x in pairs]
 
     def _in_range(self, vote: int, clients: int = 1) -> int:

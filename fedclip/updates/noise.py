@@ -167,10 +167,9 @@ class Budget:
 
     def cost(self, rounds: int) -> float:
         """Return the epsilon after `rounds` more rounds."""
-        accountant = self._after_votes()
         rounds = max(rounds - self.votes_first, 0)
         turns = self._turns(self._rounds + rounds) - self._turns(self._rounds)
-        return accountant.epsilon(self.noise_multiplier, turns)
+        return self._after_votes().epsilon(self.noise_multiplier, turns)
 
     @property
     def _votes_multiplier(self) -> float:
@@ -191,8 +190,7 @@ class Budget:
         """Return how many more rounds the budget allows, up to `most`."""
         if self.max_epsilon is None:
             return most
-        accountant = self._after_votes()
-        turns = accountant.affordable(self.noise_multiplier, self.max_epsilon, most)
+        turns = self._after_votes().affordable(self.noise_multiplier, self.max_epsilon, most)
         paid = self.separation * self._turns(self._rounds) - self._rounds
         return min(self.votes_first + paid + self.separation * turns, most)
 
@@ -287,8 +285,7 @@ class Budget:
         """
         std, normals = self.update_noise * bound / self.clients, self.next_noise(average, round_)
         # What a round takes back must be of the same values, whatever their order.
-        names = sorted(average)
-        result = add_noise({name: average[name] for name in names}, std, normals, exact)
+        result = add_noise({name: average[name] for name in sorted(average)}, std, normals, exact)
         return {name: result[name] for name in average}
 
     def next_noise(self, average: Mapping[str, Array], round_: int) -> Normals:

@@ -32,8 +32,6 @@ WITH_NOISE = (
     "clipped-averaging"
 )
 
-SUM_AND_REPLIES = "it is a secure sum together with other replies"
-
 
 def shares_of(weights: Sequence[float], max_share: float | None = None) -> list[float]:
     """Return shares in proportion to weights >= 0, none above `max_share`.
@@ -159,7 +157,7 @@ class Shares:
         """
         if reply.clients > 1 and alone:
             return self._of_sum(reply)
-        fault = "" if alone else SUM_AND_REPLIES
+        fault = "" if alone else "it is a secure sum together with other replies"
         if self.table and reply.sender not in self.table:
             fault = fault or "weights does not name its sender"
         elif not (self.table or (type(reply.steps) is int and reply.steps >= 0)):
@@ -180,8 +178,7 @@ class Shares:
             # If some are missing, nobody's share grows beyond the largest: the step is shorter.
             least = max(self.factors[name] for name in names) / (self.max_share or 1.0)
             return Share(1.0 / max(mass, least), mass)
-        most = reply.clients * (self.max_steps or 1)
-        steps = reply.steps
+        steps, most = reply.steps, reply.clients * (self.max_steps or 1)
         if type(steps) is not int or not 0 <= steps <= most:
             return Share(0.0, 0.0, f"it claims {steps!s:.30} steps, and there are {most} at most")
         mass = steps / (self.max_steps or 1)

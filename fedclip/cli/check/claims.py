@@ -152,18 +152,15 @@ def app_findings(config: Section) -> Iterator[Finding]:
 def job_findings(config: Section) -> Iterator[Finding]:
     """Yield findings about a job of NVFlare, as a recipe has exported it."""
     workflows = [part_of(section, "args") for section in _sections(config, "workflows")]
-    clipping = [
-        (aggregator, as_count(workflow.get("num_rounds")))
-        for workflow in workflows
-        if str((aggregator := part_of(workflow, "aggregator")).get("path")).startswith("fedclip.")
-    ]
+    pairs = [(part_of(args, "aggregator"), args.get("num_rounds")) for args in workflows]
+    clipping = [pair for pair in pairs if str(pair[0].get("path")).startswith("fedclip.")]
     if len(clipping) != 1:
         yield problem("[workflows]", "the job clips nothing: call add_update_clipping(recipe)")
         return
     ((aggregator, rounds),) = clipping
     components = _sections(config, "components")
     selects = any("ModelSelector" in str(section.get("path")) for section in components)
-    claim = Claim("nvflare", None, rounds, evaluates=selects, keeps_best=selects)
+    claim = Claim("nvflare", None, as_count(rounds), evaluates=selects, keeps_best=selects)
     places = {"noise": "[workflows.aggregator]", "evaluate": "[components]"}
     yield from _settings_findings(lambda: part_of(aggregator, "args", "settings"), claim, places)
 

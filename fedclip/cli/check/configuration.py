@@ -108,8 +108,7 @@ def _check_quickrun(check: Check, config: Config, simulate: bool) -> None:
     files, wrong = data.site_files(check)
     if isinstance(config.get("optim"), dict):
         bad = any(finding.where.startswith("[run") for finding in check.problems)
-        run = {} if bad else part_of(config, "run")
-        _check_optim(check, config["optim"], run, files)
+        _check_optim(check, config["optim"], {} if bad else part_of(config, "run"), files)
     check.add(*_across_sections(config, simulate))
     check.add(*data.path_findings(check.path.resolve().parent, config))
     if isinstance(config.get("data"), dict) and "[data]" not in [f.where for f in check.problems]:

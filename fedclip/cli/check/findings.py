@@ -103,14 +103,12 @@ def read(check: Check, path: Path, where: str, text: str | None = None) -> Confi
     kind, data = "JSON" if path.suffix == ".json" else "TOML", b""
     try:
         data = path.read_bytes() if text is None else text.encode()
-        if kind == "TOML":
-            return tomllib.loads(
-                data.decode(), parse_float=lambda s: None if s == "nan" else float(s)
-            )
-        content = json.loads(data)
-        if not isinstance(content, dict):
-            raise ValueError("it must hold an object")
-        return content
+        if kind == "JSON":
+            content = json.loads(data)
+            if not isinstance(content, dict):
+                raise ValueError("it must hold an object")
+            return content
+        return tomllib.loads(data.decode(), parse_float=lambda s: None if s == "nan" else float(s))
     except OSError as exc:
         check.add(problem(where, f"cannot read {path}: {exc.strerror}"))
     except (ValueError, RecursionError) as exc:  # no TOML, no UTF-8, thousands of digits, too deep

@@ -44,9 +44,8 @@ def counterpart_problems(setting: Setting) -> Iterator[Finding]:
             elif is_shared(plugin) or _sends(plugin):
                 text = f"{plugin.name} needs {_counterpart(plugin)} in {other}"
                 yield problem(where, f"{text}: add it, or remove {plugin.name}")
-    for plugin in setting.client:
-        if isinstance(plugin, SharedServer):
-            yield problem(CLIENT, f"{plugin.name} belongs in {SERVER}")
+    misplaced = [plugin for plugin in setting.client if isinstance(plugin, SharedServer)]
+    yield from (problem(CLIENT, f"{plugin.name} belongs in {SERVER}") for plugin in misplaced)
 
 
 def _exchanging(where: str, plugins: Sequence[Plugin]) -> Iterator[Plugin]:
@@ -110,9 +109,8 @@ def check_optimizer(check: Check, value: object, key: str, where: str) -> list[P
     rates = ("lrate", "w_decay")  # which have checks of their own
     config = {key: 1.0 if key in rates else entry for key, entry in value.items()}
     check.add(*(problem(where, text) for text in argument_problems(Optimizer, config)))
-    for name in rates:
-        if name in value:
-            _check_rate(check, where, name, value[name])
+    for name in (name for name in rates if name in value):
+        _check_rate(check, where, name, value[name])
     plugins = []
     for kind in ("regularizer", "module"):
         specs = value.get(f"{kind}s", [])
@@ -162,27 +160,23 @@ def _build(check: Check, where: str, label: str, cls: type[Plugin], config: Sect
 
 def _check_plugin(check: Check, spec: object, kind: str, where: str) -> Plugin:
     """Look up and build one plug-in; return it, or None if it cannot be built."""
+    known, plugin = registries(), None
     match [spec, {}] if isinstance(spec, str) else spec:
-        case [str() as name, dict() as config]:
-            pass
+        case [str() as name, dict() as config] if name in known[kind]:
+            plugin = _build(check, where, name, known[kind][name], config)
+            if plugin is not None:
+                chosen = ", ".join(f"{key} = {toml_value(v):.120}" for key, v in config.items())
+                check.add(Finding("ok", where, f"{name} {{{chosen}}}" if chosen else name))
+        case [str() as name, dict()]:
+            hint = nearest(name, known[kind]) or "; `fedclip list` shows the names"
+            text = f"unknown {kind} {shown(name)}{hint}"
+            if right := next((other for other, names in known.items() if name in names), None):
+                text = f"{name!r} is a {right}, not a {kind}: move it to {right}s"
+            check.add(problem(where, text))
         case _:
             form = "must be a name, or [name, {parameter = value}]"
             check.add(problem(where, f"{shown(spec)} in {kind}s {form}"))
-            return None
-    known = registries()
-    if name in known[kind]:
-        plugin = _build(check, where, name, known[kind][name], config)
-        if plugin is not None:
-            chosen = ", ".join(f"{key} = {toml_value(v):.120}" for key, v in config.items())
-            check.add(Finding("ok", where, f"{name} {{{chosen}}}" if chosen else name))
-        return plugin
-    right = next((other for other, registry in known.items() if name in registry), None)
-    hint = nearest(name, known[kind]) or "; `fedclip list` shows the names"
-    text = f"unknown {kind} {shown(name)}{hint}"
-    if right:
-        text = f"{name!r} is a {right}, not a {kind}: move it to {right}s"
-    check.add(problem(where, text))
-    return None
+    return plugin
 
 
 def check_aggregator(check: Check, value: object, where: str) -> Plugin:

@@ -147,8 +147,7 @@ def _records_clipped(setting: Setting) -> Iterator[Finding]:
         yield problem(CLIENT, "sample-clip is listed more than once: keep one")
     if len(positions) != 1:
         return
-    unfit = problems_before(modules[: positions[0]])
-    yield from (problem(CLIENT, reason.text) for reason in unfit)
+    yield from (problem(CLIENT, reason.text) for reason in problems_before(modules[: positions[0]]))
     if "fairness" in setting.optim:
         yield problem(CLIENT, "private clients refuse rounds of fairness: remove fairness")
     if setting.privacy is None:
@@ -187,8 +186,7 @@ def _run_privacy(setting: Setting) -> Iterator[Finding]:
             yield problem("[run.training]", text)
     if privacy.get("accountant") == "gdp":
         yield problem(where, "accountant = 'gdp' gives no upper bound on epsilon: use 'prv'")
-    size = as_count(training.get("batch_size"))
-    least, unit = setting.protected or (size or 0, "record")
+    least, unit = setting.protected or (as_count(training.get("batch_size")) or 0, "record")
     of = f"{unit}s of the smallest client" if setting.protected else "of a batch"
     match privacy.get("budget"):
         case [int() | float() as spent, int() | float() as delta]:

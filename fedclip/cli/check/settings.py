@@ -185,9 +185,8 @@ def section_problems(section: str, values: Section) -> Iterator[Finding]:
     budget = privacy.get("budget")
     epsilon = budget[0] if isinstance(budget, list) and budget else None
     for key, value in (("sclip_norm", privacy.get("sclip_norm")), ("epsilon", epsilon)):
-        if fits(value, float):
-            texts = refusals(parameters.positive, **{key: value})
-            yield from (problem("[run.privacy]", text) for text in texts)
+        for text in refusals(parameters.positive, **{key: value}) if fits(value, float) else ():
+            yield problem("[run.privacy]", text)
     low, high = registered(values)
     if low and high and high < low:
         yield problem("[run.register]", f"max_clients = {high} is below min_clients = {low}")

@@ -106,8 +106,7 @@ def _weights(shares: Shares, setting: Setting) -> Iterator[Finding]:
             text = f"a round may have {setting.clients} clients, and weights names"
             yield problem(AGGREGATOR, f"{text} {len(shares.table)}: name all clients")
         # With secure aggregation, clients need their names; else the server needs the senders.
-        named = setting.quickrun or setting.watched or (setting.vetted and not secure)
-        if not named:
+        if not (setting.quickrun or setting.watched or (setting.vetted and not secure)):
             where = "clients their names" if secure else "the server who sends which reply"
             text = f"a table of weights needs protocol = 'fedclip-websockets', which tells {where}"
             yield note(AGGREGATOR, text)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -24,8 +23,6 @@ from fedclip.updates.client import UpdateClient
 from fedclip.updates.limits import OTHER_TENSORS, check_whole, refuse_statistics
 from fedclip.updates.protocol import Reply, SentBound
 from fedclip.updates.weights import Shares, Weights
-
-_LOGGER = logging.getLogger("declearn.server.fedclip")
 
 RAISES = (
     "on_nonfinite = 'raise' stops the run, which reveals that client without noise: take 'skip'"
@@ -133,7 +130,7 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
     """
 
     name: ClassVar[str] = "clipped-averaging"
-    logger: ClassVar[logging.Logger] = logging.getLogger("declearn.client.fedclip")
+    logger = context.CLIENT_LOGGER
     updates_cls = ClippedUpdates
 
     max_norm: float | None = parameter(parameters.limit, default=None, kw_only=False)
@@ -183,9 +180,7 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
             refuse_statistics(updates.coefs)
         outcome = round_.outcome = self.outcome(updates.coefs, sent.bound, n_steps, whole)
         reply = round_.reply = outcome.reply(sent)
-        arrays = reply.arrays
-        if add_noise is not None:
-            arrays = add_noise(arrays)
+        arrays = add_noise(reply.arrays) if add_noise is not None else reply.arrays
         vector = updates if arrays is updates.coefs else type(updates)(dict(arrays))
         weight = self.shares.counted(n_steps) if self.shares.kind == "steps" else 1
         result = ClippedUpdates(vector, weight, 1, reply.clipped, reply.zeroed)
@@ -217,7 +212,7 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
             # Not an error: declearn's server would wait for its clients for ever.
             module.halt(why)
         self.limits.noise = site.std(1.0) if site else 0.0
-        warn = partial(_LOGGER.warning, f"{self.name}: %s")
+        warn = partial(context.LOGGER.warning, f"{self.name}: %s")
         divisor = budget.clients if budget else None
         terms = self.aggregation, getattr(like, "coefs", {}), bound, warn
         running = RunningAverage(*terms, whole=round_ is not None, clients=divisor)
@@ -231,7 +226,7 @@ class ClippedAveraging(Versioned, UpdateClient, Aggregator[ClippedUpdates]):
         # With noise, clients do not send these counts.
         counts = f"{running.clipped} clipped, {running.zeroed} zeroed by their clients, "
         text = f"{running.clients} updates, {'' if budget else counts}"
-        _LOGGER.info("clipped-averaging: %s%d refused", text, sum(map(bool, running.faults)))
+        context.LOGGER.info("clipped-averaging: %s%d refused", text, sum(map(bool, running.faults)))
         if like is None:
             faults = "; ".join(running.faults)
             raise ValueError(f"clipped-averaging: no reply holds an update ({faults})")

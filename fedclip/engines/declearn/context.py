@@ -16,6 +16,7 @@ thread has its own context, and so has every client, even if all of them share a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -29,6 +30,10 @@ from fedclip.arrays import Float64
 from fedclip.updates.bound import AdaptiveBound
 from fedclip.updates.client import Outcome
 from fedclip.updates.protocol import Arrays, Participation, Reply, SentBound
+
+LOGGER = logging.getLogger("declearn.server.fedclip")
+CLIENT_LOGGER = logging.getLogger("declearn.client.fedclip")
+"""The logs of a server and of a client."""
 
 AnyModel: TypeAlias = Model[Any]
 AnyModule: TypeAlias = OptiModule[Any]

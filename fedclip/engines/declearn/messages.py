@@ -8,7 +8,6 @@ server only sees the sum.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import ClassVar, TypeAlias
@@ -18,7 +17,7 @@ from declearn.aggregator import ModelUpdates
 from declearn.model.api import Vector
 
 from fedclip.core.messages import FromServer, Message, Unsummed
-from fedclip.engines.declearn.context import AnyVector
+from fedclip.engines.declearn.context import CLIENT_LOGGER, AnyVector
 from fedclip.engines.declearn.secagg import inside
 from fedclip.errors import Unchecked
 from fedclip.updates.limits import peaks, zeros
@@ -35,8 +34,6 @@ UNWEIGHED = (
     "server's protocol 'fedclip-websockets', and 'steps' needs max_steps without max_share"
 )
 """Why a client sends zeros instead of an update."""
-
-_LOGGER = logging.getLogger("declearn.client.fedclip")
 
 Counts: TypeAlias = list[int]
 
@@ -210,7 +207,7 @@ class ClippedUpdates(Unsummed, ModelUpdates):
             return content, None
         limit, factor = self.secagg_range or DECLEARN_RANGE, self.factor
         if why := UNWEIGHED if factor is None else self.beyond(limit):
-            _LOGGER.error("zeros are sent instead of the update: %s", why)
+            CLIENT_LOGGER.error("zeros are sent instead of the update: %s", why)
             zeroed = {"updates": zeros_like(self.updates), "n_clipped": 0, "n_zeroed": 1}
             return content | zeroed, None
         # The server cannot weigh what it does not see.

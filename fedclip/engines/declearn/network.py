@@ -9,7 +9,6 @@ message under the name of its sender. Clients may use declearn's plain ``websock
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 from collections.abc import Container, Mapping
 from dataclasses import replace
@@ -27,7 +26,7 @@ from declearn.utils._register import REGISTRIES
 
 from fedclip.core import parameters
 from fedclip.engines.declearn.aggregator import ClippedAveraging
-from fedclip.engines.declearn.context import change
+from fedclip.engines.declearn.context import LOGGER, change
 from fedclip.engines.declearn.evaluation import Evaluations, counted, nothing
 from fedclip.engines.declearn.members import WHO, Members, one_line, quorum_problems, summary
 from fedclip.engines.declearn.samplers import note_senders
@@ -35,8 +34,6 @@ from fedclip.errors import Unchecked
 
 if TYPE_CHECKING:
     from websockets.server import WebSocketServerProtocol
-
-_LOGGER = logging.getLogger("declearn.server.fedclip")
 
 # Seconds that clients have to collect why the run ends, and then to end their connections.
 _GRACE = 10.0
@@ -73,16 +70,16 @@ class _Handler(MessagesHandler):
         valid = isinstance(name, str) and name.isprintable() and not {"/", "\\"} & set(name)
         if not valid or not 0 < len(name.encode()) <= 200:
             # The server's checkpoint has files of this name.
-            _LOGGER.warning("refused a client whose name no file can have: %.60r", name)
+            LOGGER.warning("refused a client whose name no file can have: %.60r", name)
             return actions.Reject("a client's name must be printable text that a file can have")
         if self.registration_status == flags.REGISTRATION_CLOSED:
             text = "refused %r: registration is over, also for clients that have left"
-            _LOGGER.warning(text, name)
+            LOGGER.warning(text, name)
         reply = await super()._handle_join_request(message, context)
         if len(self.client_names) < len(self.registered_clients):
             # declearn numbers clients of one name, and may come to the name of another client.
             duplicate = self.registered_clients.pop(context)
-            _LOGGER.warning("refused a client %r, which would be taken for %r", name, duplicate)
+            LOGGER.warning("refused a client %r, which would be taken for %r", name, duplicate)
             return actions.Reject("this name is taken: choose another")
         return reply
 
@@ -98,7 +95,7 @@ class _Handler(MessagesHandler):
         # A message that came before the request is a duplicate, or late.
         if isinstance(reply, actions.Send) and self.incoming_messages.pop(name, None) is not None:
             text = "left out a message of client %r that the server has not asked for"
-            _LOGGER.warning(text, name)
+            LOGGER.warning(text, name)
         return reply
 
 
@@ -198,7 +195,7 @@ class WatchfulWebsocketsServer(WebsocketsServer):
             if fault is not None:
                 sender = f"client {name!r}" if name else "a client that has not registered"
                 text = "the connection of %s ends with an error: %s"
-                _LOGGER.error(text, sender, _in_words(fault))
+                LOGGER.error(text, sender, _in_words(fault))
             for lost in self.members.present - self.handler.client_names:
                 # It will not collect its message.
                 self.handler.outgoing_messages.pop(lost, None)
@@ -212,7 +209,7 @@ class WatchfulWebsocketsServer(WebsocketsServer):
     def _leave(self, name: str, why: str) -> None:
         """Go on without a client, and send it the reason if it is still connected."""
         if self.members.leave(name, why) and self.min_replies and not self._ending:
-            _LOGGER.warning("%s; the run goes on without it", summary({name: why}))
+            LOGGER.warning("%s; the run goes on without it", summary({name: why}))
             if name in self.handler.client_names:
                 self._expelled.add(name)
                 reason = f"the server goes on without {name!r}: {summary({name: why})}"
@@ -252,7 +249,7 @@ class WatchfulWebsocketsServer(WebsocketsServer):
             # Of several errors that follow from one another, the first names the client.
             texts = dict.fromkeys(one_line(e, 500) or type(e).__name__ for e in (fault, cause))
             why = ": ".join(texts)
-            _LOGGER.error("the run has ended: %s", why)
+            LOGGER.error("the run has ended: %s", why)
             reason = CancelTraining(f"the server has ended: {why}").serialize()
             self.handler.incoming_messages.clear()
             for client in self.handler.client_names:
@@ -311,7 +308,7 @@ class WatchfulWebsocketsServer(WebsocketsServer):
             await super().send_message(message, client, timeout or limit)
         except TimeoutError:
             if farewell:
-                _LOGGER.warning("client %r does not collect that the run has ended", client)
+                LOGGER.warning("client %r does not collect that the run has ended", client)
                 self.members.leave(client, self._silence)
             else:
                 self._leave(client, self._silence)
@@ -339,7 +336,7 @@ class WatchfulWebsocketsServer(WebsocketsServer):
                     replies[name] = self._read(name, incoming.pop(name))
                 except Exception as exc:  # anything may be in a message
                     faults[name] = f"client {WHO} sent {exc}"
-                    _LOGGER.error("%s", summary({name: faults[name]}))
+                    LOGGER.error("%s", summary({name: faults[name]}))
             heard = replies.keys() | faults.keys()
             missing = expected - heard - self.members.gone.keys()
             if not missing or (self.min_replies is None and self.members.gone.keys() - heard):
@@ -375,10 +372,9 @@ class WatchfulWebsocketsServer(WebsocketsServer):
             raise ValueError(f"bytes that cannot be decoded ({_in_words(exc)})") from exc
         if isinstance(message, Error):
             message.message = one_line(message.message, 1000)
-            _LOGGER.error("client %r reports an error: %s", name, message.message)
+            LOGGER.error("client %r reports an error: %s", name, message.message)
             return message
-        kinds = _REPLIES.get(type(request), (Message,))
-        kind = kinds[-1 if self._evaluated.secure else 0]
+        kind = _REPLIES.get(type(request), (Message,))[-1 if self._evaluated.secure else 0]
         if not isinstance(message, kind):
             raise TypeError(f"{type(message).__name__} instead of {kind.__name__}")
         return message
@@ -392,10 +388,10 @@ class WatchfulWebsocketsServer(WebsocketsServer):
                 raise RuntimeError(f"{summary(faults)}; the run cannot go on without it")
             # For an error that a client reports, declearn ends the run itself.
             return replies
-        valid = {n: m for n, m in replies.items() if not isinstance(m, Error)}
-        for name, message in replies.items():
-            if isinstance(message, Error):
-                faults[name] = f"client {WHO} reports an error: {message.message:.300}"
+        errors = {n: m for n, m in replies.items() if isinstance(m, Error)}
+        valid = {n: m for n, m in replies.items() if n not in errors}
+        for name, error in errors.items():
+            faults[name] = f"client {WHO} reports an error: {error.message:.300}"
         for name, why in faults.items():
             # A round of training that has failed may succeed the next time.
             if name not in replies or not self._is_asked({name}, messaging.TrainRequest):
@@ -410,11 +406,11 @@ class WatchfulWebsocketsServer(WebsocketsServer):
         noise = self._evaluated.noise
         valid, faults = counted(sent, self._evaluated.metrics, together=noise is None)
         for name, why in faults.items():
-            _LOGGER.warning("left out the evaluation of client %r: %s", name, why)
+            LOGGER.warning("left out the evaluation of client %r: %s", name, why)
         if noise is not None:
             return {"all clients": self._evaluated.mean(valid)}
         if not valid:
-            _LOGGER.error("no client has sent an evaluation that counts: this loss is infinite")
+            LOGGER.error("no client has sent an evaluation that counts: this loss is infinite")
             return {"nobody": nothing(self._evaluated.metrics)}
         return dict(valid)
 

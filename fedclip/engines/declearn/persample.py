@@ -153,11 +153,10 @@ def _likeness(record: Data) -> object:
         return (type(record), *map(_likeness, record))
     if record is None:
         return None
-    if tuple(record.shape[:1]) != (1,):
-        shape = tuple(record.shape)
+    if (shape := tuple(record.shape))[:1] != (1,):
         raise ValueError(f"one record has the shape {shape}: the first axis has to be the records")
     known = (str(getattr(record, name, "")) for name in ("dtype", "device", "layout"))
-    return (type(record), tuple(record.shape), *known)
+    return (type(record), shape, *known)
 
 
 def _mapped(function: Callable[..., Data], first: Data, *others: Data) -> Data:

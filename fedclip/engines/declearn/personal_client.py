@@ -135,7 +135,7 @@ class PersonalFederatedClient(FederatedClient):
         """Make a manager train the wrapped model, and share only what may leave."""
         aggregator, modules = manager.aggrg, manager.optim.modules
         if self.noise is not None:
-            self._demand(self.noise, aggregator, modules)
+            _demand(self.noise, aggregator, modules)
         if isinstance(self.netwk, GatedNetwork):
             self.netwk.check(aggregator, modules)
         if self._model is None or manager.model is not self._model.model:
@@ -143,7 +143,7 @@ class PersonalFederatedClient(FederatedClient):
             for problem in personal_layers.statistics_problems(self._model or manager.model):
                 self.logger.warning("%s.", problem)
             if self._model is not None:
-                self._refuse_counts(self._model, modules)
+                _refuse_counts(self._model, modules)
                 self._restore(self._model)
                 manager.model = self._model.model
         if self.measures and not any(isinstance(module, UpdateNorms) for module in modules):
@@ -158,29 +158,10 @@ class PersonalFederatedClient(FederatedClient):
         for name in ("training_round", "evaluation_round"):
             methods[name] = partial(self._round, manager, getattr(manager, name))
 
-    @staticmethod
-    def _demand(noise: Config, aggregator: object, modules: Sequence[Plugin]) -> None:
-        """Refuse a server that sets up other noise than this site's."""
-        set_up = [module.noise for module in modules if isinstance(module, UpdateClipClient)]
-        if set_up != [noise] or not isinstance(aggregator, ClippedAveraging):
-            needed = f"noise = {noise} only, by 'clipped-averaging' and one update-clip-client"
-            raise ValueError(f"this site shares updates with {needed}; the server has {set_up}")
-        for module in modules:
-            if module.aux_name not in (None, UpdateClipClient.aux_name):
-                raise ValueError(f"{module.name!r} would share statistics without noise: remove it")
-
     def _refused(self, why: str) -> Error:
         """Log why a round is refused, and return the message for the server."""
         self.logger.error("Refused: %s.", why)
         return Error(f"refused by fedclip: {why}")
-
-    @staticmethod
-    def _check_covered(of: object) -> None:
-        """Refuse an aggregator with which noise would not cover all that a client shares."""
-        if not isinstance(of, ClippedAveraging):
-            raise ValueError("noise from the clients needs the aggregator 'clipped-averaging'")
-        if why := RAISES if of.on_nonfinite == "raise" else of.aggregation.unfit_for_noise():
-            raise ValueError(why)
 
     def _share(self, manager: TrainingManager, updates: AnyVector, n_steps: int) -> object:
         """Save the layers before anything is sent; record and share the update without them."""
@@ -220,17 +201,6 @@ class PersonalFederatedClient(FederatedClient):
             self.logger.warning(text)
         return agreed
 
-    @staticmethod
-    def _refuse_counts(model: PersonalModel, modules: Sequence[Plugin]) -> None:
-        """Refuse to count, for the server, the norms of groups that it does not have."""
-        names = [*model.model.get_weights(trainable=True).coefs]
-        for module in (m for m in modules if getattr(m, "shared", False)):
-            groups = resolve(module.scope, module.exclude, names)
-            for label, members in zip(groups.labels, groups.members, strict=True):
-                if model.own.issuperset(groups.names[i] for i in members):
-                    text = f"{module.name} is shared, and its group {label!r} stays on each client"
-                    raise ValueError(f'{text}: give it scope = "global", or exclude that group')
-
     def _restore(self, model: PersonalModel) -> None:
         """Load the personal layers of an earlier run, if there are any."""
         if not model.own or self.layers is None or not self.layers.exists():
@@ -267,7 +237,7 @@ class PersonalFederatedClient(FederatedClient):
         personal = frozenset() if self._model is None else self._model.own
         try:
             if isinstance(message, messaging.TrainRequest) and _adds_noise(manager.optim.modules):
-                self._check_covered(manager.aggrg)
+                _check_covered(manager.aggrg)
             if message.weights is not None:
                 message.weights = personal_layers.merged(model, personal, message.weights)
             self._before = None if self._model is None else _layers_of(self._model)
@@ -299,8 +269,7 @@ class PersonalFederatedClient(FederatedClient):
     async def stop_training(self, message: StopTraining) -> None:
         """Take the final weights, and leave the personal layers unchanged."""
         if self._model is not None:
-            last = self._model.get_weights(trainable=True)
-            if self._model.own and message.weights != last:
+            if self._model.own and message.weights != self._model.get_weights(trainable=True):
                 text = "the best round, and layers of the last one: not evaluated together"
                 self.logger.warning("Final weights of %s.", text)
             message.weights = self._model.whole(message.weights)
@@ -316,6 +285,36 @@ class PersonalFederatedClient(FederatedClient):
         """Send the server the reason; return the error that ends this client."""
         await self.netwk.send_message(self._refused(why))
         return RuntimeError(why)
+
+
+def _demand(noise: Config, aggregator: object, modules: Sequence[Plugin]) -> None:
+    """Refuse a server that sets up other noise than this site's."""
+    set_up = [module.noise for module in modules if isinstance(module, UpdateClipClient)]
+    if set_up != [noise] or not isinstance(aggregator, ClippedAveraging):
+        needed = f"noise = {noise} only, by 'clipped-averaging' and one update-clip-client"
+        raise ValueError(f"this site shares updates with {needed}; the server has {set_up}")
+    for module in modules:
+        if module.aux_name not in (None, UpdateClipClient.aux_name):
+            raise ValueError(f"{module.name!r} would share statistics without noise: remove it")
+
+
+def _check_covered(of: object) -> None:
+    """Refuse an aggregator with which noise would not cover all that a client shares."""
+    if not isinstance(of, ClippedAveraging):
+        raise ValueError("noise from the clients needs the aggregator 'clipped-averaging'")
+    if why := RAISES if of.on_nonfinite == "raise" else of.aggregation.unfit_for_noise():
+        raise ValueError(why)
+
+
+def _refuse_counts(model: PersonalModel, modules: Sequence[Plugin]) -> None:
+    """Refuse to count, for the server, the norms of groups that it does not have."""
+    names = [*model.model.get_weights(trainable=True).coefs]
+    for module in (m for m in modules if getattr(m, "shared", False)):
+        groups = resolve(module.scope, module.exclude, names)
+        for label, members in zip(groups.labels, groups.members, strict=True):
+            if model.own.issuperset(groups.names[i] for i in members):
+                text = f"{module.name} is shared, and its group {label!r} stays on each client"
+                raise ValueError(f'{text}: give it scope = "global", or exclude that group')
 
 
 def _adds_noise(modules: Sequence[Plugin]) -> bool:

@@ -286,8 +286,7 @@ class PrivateTrainingManager(TrainingManager):
             raise ValueError('accountant = "gdp" is no upper bound on epsilon: write "rdp"')
         persample.check(self.model)
         self.sclip_norm = parameters.positive(sclip_norm=message.sclip_norm)
-        shapes = persample.shapes(self.model)
-        self.stage = place_of(self.optim.modules, shapes, self.sclip_norm)
+        self.stage = place_of(self.optim.modules, persample.shapes(self.model), self.sclip_norm)
         steps = self._steps(message.batches, message.n_epoch, message.n_steps) * message.rounds
         epsilon, delta = map(min, message.budget, budget or message.budget)
         size, marker, unit = message.batches["batch_size"], self.stage.settings, self.records.unit

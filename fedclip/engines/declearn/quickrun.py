@@ -34,7 +34,7 @@ from declearn.utils import LOGGING_LEVEL_MAJOR, make_importable, set_device_poli
 
 import fedclip
 from fedclip.core.parameters import Config
-from fedclip.engines.declearn.context import AnyModel, AnyVector
+from fedclip.engines.declearn.context import LOGGER, AnyModel, AnyVector
 from fedclip.engines.declearn.members import Members
 from fedclip.engines.declearn.persample import clipped_sum, vector
 from fedclip.engines.declearn.personal import label
@@ -44,8 +44,6 @@ from fedclip.errors import ToolError
 from fedclip.privacy.ledger import FILE
 from fedclip.report import Reader, ReportError
 from fedclip.report.results import best_round, result_of
-
-_LOGGER = logging.getLogger("declearn.server.fedclip")
 
 # A file in a client's data folder: the person of each training record, one a line.
 PERSONS = "train_persons.csv"
@@ -171,7 +169,7 @@ class _ReportingServer(FederatedServer):
         """Run the evaluation that ends a round."""
         # By now the model knows its shapes.
         if round_i == 1 and self.ckptr and (text := label(self.ckptr.folder, self.model)):
-            _LOGGER.warning("Checkpoints of the server: %s.", text)
+            LOGGER.warning("Checkpoints of the server: %s.", text)
         before, count = self._best, len(self._losses)
         await super().evaluation_round(round_i, *args, **kwargs)
         self.of.on_round(round_i, self._keep_best(before) if len(self._losses) > count else "")
@@ -282,7 +280,7 @@ class Federation(Experiment):
             with suppress(OSError):  # it may be there, and a disk may know no links
                 (folder / FILE).symlink_to(self.ledger(name))
         elif persons:
-            _LOGGER.warning("%s protects nobody: client_opt has no sample-clip.", persons)
+            LOGGER.warning("%s protects nobody: client_opt has no sample-clip.", persons)
         await kind(network, train, valid, str(folder), verbose=False, **private).async_run()
 
     def _log(self, logger: str, node: str, level: int) -> None:
@@ -300,7 +298,7 @@ class Federation(Experiment):
             try:
                 await self._run_client(name, None if seed is None else seed * 1_000 + place)
             except Exception as exc:
-                _LOGGER.error("client %r has ended: %s: %s", name, type(exc).__name__, exc)
+                LOGGER.error("client %r has ended: %s: %s", name, type(exc).__name__, exc)
                 members = self.members()
                 # For a client that has not registered, the server might wait for ever.
                 if name not in members.names or members.min_replies is None:

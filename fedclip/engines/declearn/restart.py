@@ -7,7 +7,6 @@ newest round follows from the contents of the files.
 
 from __future__ import annotations
 
-import logging
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -16,10 +15,8 @@ import msgpack
 from declearn.main.utils import Checkpointer
 from declearn.optimizer import Optimizer
 
-from fedclip.engines.declearn.context import AnyModel
+from fedclip.engines.declearn.context import LOGGER, AnyModel
 from fedclip.errors import StateError, Unchecked
-
-_LOGGER = logging.getLogger("declearn.server.fedclip")
 
 
 class SavedRound(NamedTuple):
@@ -97,8 +94,8 @@ def load_round(folder: str | Path) -> SavedRound:
         lacking = models.keys() - optimizers.keys() - {"best"}
         faults |= {name: "its optimizer is missing" for name in lacking if name > timestamp}
         for name, fault in sorted(faults.items()):
-            _LOGGER.warning("a round was not saved as a whole, left out: %s: %s", name, fault)
-        _LOGGER.info("going on from round %d, saved as %s", rounds or steps, timestamp)
+            LOGGER.warning("a round was not saved as a whole, left out: %s: %s", name, fault)
+        LOGGER.info("going on from round %d, saved as %s", rounds or steps, timestamp)
         return SavedRound(model, optimizer, timestamp)
     listed = "; ".join(f"{name}: {fault}" for name, fault in sorted(faults.items())[:5])
     why = listed or f"it has {len(models)} models and {len(optimizers)} optimizers"

@@ -8,9 +8,8 @@ sampler replaces it by an abstention.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from importlib.util import find_spec
 from typing import Any, ClassVar, TypeAlias
@@ -25,19 +24,16 @@ from fedclip.core import parameters
 from fedclip.core.messages import FromServer
 from fedclip.core.parameters import Config
 from fedclip.engines.declearn import context
-from fedclip.engines.declearn.context import UPDATES, AnyModel, AnyVector
+from fedclip.engines.declearn.context import LOGGER, UPDATES, AnyModel, Blank
 from fedclip.engines.declearn.messages import ClippedUpdates, UpdateClipVotes, zeros_like
 from fedclip.engines.declearn.update_modules import UpdateClipServer
 from fedclip.statistics.counts import FedclipSharedCounts
 from fedclip.updates.protocol import Schedule
 
 Sampler: TypeAlias = Mapping[str, Any] | ClientSampler | None
-_LOGGER = logging.getLogger("declearn.server.fedclip")
 
 
-def note_senders(
-    replies: Mapping[str, TrainReply], blank: Callable[[], AnyVector] | None = None
-) -> None:
+def note_senders(replies: Mapping[str, TrainReply], blank: Blank = None) -> None:
     """Note who sent which reply, in the order in which declearn adds them up."""
     senders = {UPDATES: [*replies]}
     for client, reply in replies.items():
@@ -156,7 +152,7 @@ class NamedClients(ClientSampler):
                     valid[key] = sent[key]
                 else:
                     text = "named-clients: no module receives %.60r, which %r has sent; left out"
-                    _LOGGER.warning(text, key, client)
+                    LOGGER.warning(text, key, client)
             reply.aux_var = valid
 
     def _receives(self, key: object, message: object, from_half: bool) -> bool:
@@ -238,8 +234,7 @@ class RoundRobin(ClientSampler):
 
     def update(self, client_to_reply: dict[str, TrainReply], global_model: AnyModel) -> None:
         """Refuse a round in which clients of another group have replied."""
-        due = self._schedule.due(self._round - 1)
-        if others := sorted(client_to_reply.keys() - due):
+        if others := sorted(client_to_reply.keys() - self._schedule.due(self._round - 1)):
             text = f"{others[0]!r} has replied, whose turn it was not"
             raise RuntimeError(f"{text}: no sampler around round-robin may draw other clients")
 

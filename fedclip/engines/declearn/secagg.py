@@ -33,8 +33,6 @@ from fedclip.arrays import Array, backend_of
 from fedclip.arrays.blocks import encode
 from fedclip.core import parameters
 
-_BITS = (8, 16, 24, 32, 40, 48, 56, 64)
-
 
 class Plan(NamedTuple):
     """Settings of a secure aggregation, and their effect on a clipped update.
@@ -135,7 +133,7 @@ def plan(
     if parameters.positive(clipval=clipval) < limit:
         raise ValueError(f"clipval must be at least the bound {limit!r}, got {clipval!r}")
     lost = math.ceil(math.log2(clients)) if kind == "masking" else 0
-    sizes = _BITS if bitsize is None else (parameters.integer(1, bitsize=bitsize),)
+    sizes = range(8, 65, 8) if bitsize is None else (parameters.integer(1, bitsize=bitsize),)
     if not (usable := [bits for bits in sizes if bits > lost]):
         raise ValueError(f"bitsize={bitsize} leaves no bit for the values of {clients} clients")
     for bits in usable:
@@ -160,8 +158,7 @@ def inside(arrays: Mapping[str, Array], clipval: float) -> Mapping[str, Array]:
     changed, edge = {}, clipval * _EDGE
     for name, array in arrays.items():
         backend = backend_of(array)
-        dtype = backend.dtype(array)
-        if dtype not in _DTYPES:
+        if (dtype := backend.dtype(array)) not in _DTYPES:
             continue
         like = backend.dense(*backend.prepared([array]))
         values = np.array(backend.to_host(like), dtype=np.float64)

@@ -128,9 +128,8 @@ class GatedNetwork(NetworkClient, register=False):
         updates = ModelUpdates(sent, 1)
         if type(shared) is ClippedUpdates:
             updates = ClippedUpdates(sent, 1, 1, bits["clipped"], bits["zeroed"])
-        aux: dict[str, Any] = {}
-        if votes is not None:
-            aux[AUX_NAME] = UpdateClipVotes(1, bits["votes"], bits["within"])
+        vote = UpdateClipVotes(1, bits["votes"], bits["within"])
+        aux: dict[str, Any] = {} if votes is None else {AUX_NAME: vote}
         numbers = self._numbers(reply, "n_epoch", "n_steps", "t_spent")
         return messaging.TrainReply(**numbers, updates=updates, aux_var=aux)
 

@@ -16,7 +16,6 @@ One class serves all of them; the clipper's rule derives the state from counts::
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -32,14 +31,12 @@ from fedclip.core import parameters, states
 from fedclip.core.messages import SideBySide
 from fedclip.core.parameters import Config, signature_of
 from fedclip.core.scopes import resolve
-from fedclip.engines.declearn.context import AnyVector, expect, names_of, under_way
+from fedclip.engines.declearn.context import LOGGER, AnyVector, expect, names_of, under_way
 from fedclip.errors import StateError, Unchecked
 from fedclip.privacy import guarantees as kinds
 from fedclip.statistics.client import MAX_STEPS
 from fedclip.statistics.counts import FedclipSharedCounts, FedclipSharedState
 from fedclip.statistics.server import SharedState
-
-_LOGGER = logging.getLogger("declearn.server.fedclip")
 
 _OWN = ("max_steps", "shared_name")
 
@@ -114,7 +111,7 @@ class SharedServer(OptiModule[Any], register=False):
                 self.shared_state.begin(tuple(sorted(groups.labels)))
             except ValueError as exc:
                 # Log it only: the clients report the same error, and the server survives that.
-                _LOGGER.error("%s: %s", self.name, exc)
+                LOGGER.error("%s: %s", self.name, exc)
         return gradients
 
     def collect_aux_var(self) -> FedclipSharedState:
@@ -178,7 +175,7 @@ class SharedServer(OptiModule[Any], register=False):
         known = [(why, len(s), ", ".join([*filter(None, s)][:5])) for why, s in reasons.items()]
         why = "; ".join(f"{why} ({n}×{': ' if who else ''}{who})" for why, n, who in known[:5])
         text = f"left out what {refused} of {len(faults)} messages say, round {round_}: {why}"
-        _LOGGER.warning("%s: %s (%d so far)", self.name, text, self.refused)
+        LOGGER.warning("%s: %s (%d so far)", self.name, text, self.refused)
 
 
 class ZScoreClipServer(SharedServer):

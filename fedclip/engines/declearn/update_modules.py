@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import weakref
 from collections.abc import Mapping
@@ -218,8 +217,7 @@ class UpdateClipClient(Versioned, UpdateNorms):
             model, encrypter = known
             if encrypter is None:
                 raise ValueError(UNENCRYPTED)
-            weights = model.get_weights(trainable=True).coefs
-            step = site.step(weights, sent.bound, encrypter)
+            step = site.step(model.get_weights(trainable=True).coefs, sent.bound, encrypter)
             add_noise = partial(site.shared, bound=sent.bound, step=step, encrypter=encrypter)
             return context.ClientPart(sent, add_noise)
         except ValueError as exc:
@@ -235,21 +233,18 @@ class UpdateClipClient(Versioned, UpdateNorms):
     def collect_aux_var(self) -> UpdateClipVotes | None:
         """Return this client's vote; None outside of a round, which begins with a bound."""
         round_, self._round = self._round, None
-        try:
-            if round_ is None:
-                return None
-            sent, outcome, reply = round_.sent, round_.outcome, round_.reply
-            if outcome is None or reply is None:
-                text = "the update was not clipped: set aggregator = 'clipped-averaging'"
-                raise RuntimeError(text)
-            if outcome.norm is not None:
-                self.note(outcome.norm, sent, outcome.clipped)
-            if self.site is not None and sent.adaptive:
-                return UpdateClipVotes(n_noised=self.site.vote(reply.bins))
-            bins = [*reply.bins] or None
-            return UpdateClipVotes(n_votes=reply.votes, n_within=reply.within, n_bins=bins)
-        finally:
-            change(client=None)
+        change(client=None)
+        if round_ is None:
+            return None
+        sent, outcome, reply = round_.sent, round_.outcome, round_.reply
+        if outcome is None or reply is None:
+            raise RuntimeError("the update was not clipped: set aggregator = 'clipped-averaging'")
+        if outcome.norm is not None:
+            self.note(outcome.norm, sent, outcome.clipped)
+        if self.site is not None and sent.adaptive:
+            return UpdateClipVotes(n_noised=self.site.vote(reply.bins))
+        bins = [*reply.bins] or None
+        return UpdateClipVotes(n_votes=reply.votes, n_within=reply.within, n_bins=bins)
 
 
 _SENT = ("bound", "adaptive", "private", "stop", "schedule", "round", "only_votes")
@@ -312,7 +307,7 @@ class UpdateClipServer(AdaptiveBound, OptiModule[Any]):
     """
 
     name: ClassVar[str] = "update-clip-server"
-    logger: ClassVar[logging.Logger] = logging.getLogger("declearn.server.fedclip")
+    logger = context.LOGGER
     takes_turns: ClassVar[str] = (
         "give FederatedServer client_sampler = {{'strategy': 'round-robin', 'per_round': {}}}"
     )
@@ -336,7 +331,13 @@ class UpdateClipServer(AdaptiveBound, OptiModule[Any]):
         if (other := context.under_way(counted=False)) is not None and other[1] is not self:
             self.halt("there are two update-clip-server modules in server_opt: keep one")
         if self.evaluation_share:
-            self._take_evaluations()
+            # Replace evaluations by means with noise.
+            if (run := ROUND.get().evaluations) is None:
+                self.halt("evaluation_share needs the server's protocol 'fedclip-websockets'")
+            else:
+                for problem in run.problems(self.expected_clients or 0):
+                    self.halt(problem.text)
+                run.noise = self.evaluated
         sent = self.open(ROUND.get().participation)
         self._round = context.ServerPart(weakref.ref(self), sent)
         change(server=self._round, participation=None)
@@ -344,15 +345,6 @@ class UpdateClipServer(AdaptiveBound, OptiModule[Any]):
         noise = {} if self.site is None else self.site.get_config()
         self._message = UpdateClipBound(**{n: getattr(sent, n) for n in _SENT}, noise=noise)
         return self._message
-
-    def _take_evaluations(self) -> None:
-        """Replace evaluations by means with noise; halt if that is impossible."""
-        if (run := ROUND.get().evaluations) is None:
-            self.halt("evaluation_share needs the server's protocol 'fedclip-websockets'")
-        else:
-            for problem in run.problems(self.expected_clients or 0):
-                self.halt(problem.text)
-            run.noise = self.evaluated
 
     def process_aux_var(self, aux_var: object) -> None:
         """Count the votes and set the next bound; this round's noise still uses the one sent."""
