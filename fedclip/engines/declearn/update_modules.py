@@ -233,18 +233,21 @@ class UpdateClipClient(Versioned, UpdateNorms):
     def collect_aux_var(self) -> UpdateClipVotes | None:
         """Return this client's vote; None outside of a round, which begins with a bound."""
         round_, self._round = self._round, None
-        change(client=None)
-        if round_ is None:
-            return None
-        sent, outcome, reply = round_.sent, round_.outcome, round_.reply
-        if outcome is None or reply is None:
-            raise RuntimeError("the update was not clipped: set aggregator = 'clipped-averaging'")
-        if outcome.norm is not None:
-            self.note(outcome.norm, sent, outcome.clipped)
-        if self.site is not None and sent.adaptive:
-            return UpdateClipVotes(n_noised=self.site.vote(reply.bins))
-        bins = [*reply.bins] or None
-        return UpdateClipVotes(n_votes=reply.votes, n_within=reply.within, n_bins=bins)
+        try:
+            if round_ is None:
+                return None
+            sent, outcome, reply = round_.sent, round_.outcome, round_.reply
+            if outcome is None or reply is None:
+                text = "the update was not clipped: set aggregator = 'clipped-averaging'"
+                raise RuntimeError(text)
+            if outcome.norm is not None:
+                self.note(outcome.norm, sent, outcome.clipped)
+            if self.site is not None and sent.adaptive:
+                return UpdateClipVotes(n_noised=self.site.vote(reply.bins))
+            bins = [*reply.bins] or None
+            return UpdateClipVotes(n_votes=reply.votes, n_within=reply.within, n_bins=bins)
+        finally:
+            change(client=None)
 
 
 _SENT = ("bound", "adaptive", "private", "stop", "schedule", "round", "only_votes")
