@@ -63,14 +63,17 @@ class Memory:
 
     def __init__(self) -> None:
         self._sizes: Sequence[int] = ()
-        self._kept: dict[int, _Kept] = {}
+        self._kept: dict[Any, _Kept] = {}
 
     def __reduce__(self) -> tuple[type[Memory], tuple[()]]:
         """Return how to make an empty one: two clippers must not write to one memory."""
         return Memory, ()
 
-    def like(self, places: Iterable[int], views: Sequence[HostView]) -> list[HostView | None]:
-        """Return memory for some of the arrays, laid out like them; None where it is not kept."""
+    def like(self, places: Iterable[Any], views: Any) -> list[HostView | None]:
+        """Return memory for some of the arrays, by place or name, laid out like them.
+
+        None stands for memory that is not kept.
+        """
         cached = self._kept
         outs: list[HostView | None] = []
         for i in places:

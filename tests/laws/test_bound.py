@@ -285,13 +285,8 @@ def test_long_arrays_of_jax_are_measured_as_well_as_short_ones(shape: tuple[int,
 
 
 SLICED = [
-    ((64, 64), (0,)),
-    ((256, 784), (0,)),
-    ((5, 1000), (1,)),
-    ((3, 172, 19, 49), (0, 1, 2)),
-    ((16, 300, 17), (1,)),
-    ((100, 60, 17), (0, 2)),
-    ((700_000, 3), (0,)),
+    *(((64, 64), (0,)), ((256, 784), (0,)), ((5, 1000), (1,)), ((16, 300, 17), (1,))),
+    *(((3, 172, 19, 49), (0, 1, 2)), ((100, 60, 17), (0, 2)), ((700_000, 3), (0,))),
 ]
 
 
@@ -331,10 +326,8 @@ def test_the_largest_number_of_each_group(framework: str) -> None:
     xp = backend_named(require(framework).__name__)
     numbers = xp.asarray([3.0, 1.0, 4.0, 1.0, 5.0, 9.0, 2.0, 6.0])
     for groups, times, wanted in (
-        ((0, 1, 2), (2, 4, 2), [3, 9, 6]),
-        ((2, 0, 1), (4, 2, 2), [9, 6, 4]),
-        ((0, 1, 0), (3, 3, 2), [6, 9]),
-        ((1, 0), (4, 4), [9, 4]),
+        *(((0, 1, 2), (2, 4, 2), [3, 9, 6]), ((2, 0, 1), (4, 2, 2), [9, 6, 4])),
+        *(((0, 1, 0), (3, 3, 2), [6, 9]), ((1, 0), (4, 4), [9, 4])),
     ):
         found = xp.group_max(numbers, Repeated(groups, times), len(wanted))
         assert on_host(found).tolist() == wanted

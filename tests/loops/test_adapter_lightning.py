@@ -17,10 +17,8 @@ from torch_loops import total  # noqa: E402
 from fedclip import AGC, EmaNormClip, FedclipWarning, NormClip, ValueClip, ZScoreClip  # noqa: E402
 from fedclip.loops.lightning import ClipCallback  # noqa: E402
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore", "error::fedclip.FedclipWarning"),
-]
+only_ours = pytest.mark.filterwarnings("ignore", "error::fedclip.FedclipWarning")
+pytestmark = [pytest.mark.slow, only_ours]
 
 LIMIT = 0.05
 

@@ -17,10 +17,8 @@ from loops.transformers_processes import trainer as make  # noqa: E402
 from fedclip import EmaNormClip, FedclipWarning, NormClip, ZScoreClip  # noqa: E402
 from fedclip.loops.transformers import ClipCallback, attach  # noqa: E402
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore", "error::fedclip.FedclipWarning"),
-]
+only_ours = pytest.mark.filterwarnings("ignore", "error::fedclip.FedclipWarning")
+pytestmark = [pytest.mark.slow, only_ours]
 
 LIMIT = 0.05
 

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, Self, TypeAlias
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -39,6 +40,7 @@ from torch.nn import grad as gradients
 
 from fedclip.arrays.base import UNDERFLOW
 from fedclip.arrays.blocks import UNCERTAINTY, slice_norms
+from fedclip.arrays.memory import Memory
 from fedclip.dpsgd.persample import torch_attention, torch_recurrent
 from fedclip.dpsgd.persample.base import Data, Float64, Host
 
@@ -46,6 +48,10 @@ Convolution: TypeAlias = nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 # How many numbers are brought to float64 at once on a CPU.
 _BLOCK = 1 << 17
+# Gradients of up to so many numbers are written where the last ones were, if nobody holds them: new
+# memory takes as long as the product.
+_KEPT = 1 << 21
+_MEMORY: WeakKeyDictionary[nn.Module, Memory] = WeakKeyDictionary()
 # Many positions, and the size of a gradient that is large.
 _MANY, _LARGE = 16, 1 << 17
 # Of what positions multiply to, how much float64 may lose where they cancel.
@@ -194,13 +200,19 @@ def _enlarged(first: Tensor, second: Tensor, lost: float) -> Tensor:
     return products.sum(2).double().sum(1).clamp(min=0.0) + lost * lengths.square()
 
 
-def _products(a: Tensor, b: Tensor) -> Part:
-    """Return what takes less: products of positions, or gradients."""
+def _products(layer: nn.Module, weight: str, a: Tensor, b: Tensor) -> Part:
+    """Return what takes less for a weight: products of positions, or gradients."""
     gradient, positions = a.shape[2] * b.shape[2], a.shape[1]
     # Of many positions, float64 products take longer than gradients in float32, if these are small.
     if _smaller(positions, gradient) and (positions < _MANY or gradient > _LARGE):
         return _pair(a, b)
-    return Rows(_wide(b).mT @ _wide(a))
+    pair = _pair(a, b)
+    shape, free = (len(a), b.shape[2], a.shape[2]), None
+    if a.device.type == "cpu" and pair.a.dtype is torch.float32 and math.prod(shape) <= _KEPT:
+        memory = _MEMORY.setdefault(layer, Memory())
+        (free,) = memory.like([weight], {weight: np.empty(shape, np.float32)})
+    out = None if free is None else torch.from_numpy(free)
+    return Rows(torch.bmm(pair.b.mT, pair.a, out=out))
 
 
 def _pair(a: Tensor, b: Tensor) -> Products:
@@ -223,7 +235,7 @@ def _sum(x: Tensor, axes: int | tuple[int, ...]) -> Tensor:
 
 
 def _linear(layer: nn.Linear, x: Tensor, out: Tensor) -> Iterator[Part]:
-    yield _products(_positions(x), _positions(out))
+    yield _products(layer, "weight", _positions(x), _positions(out))
     yield Rows(_sum(_positions(out), 1))
 
 
@@ -331,7 +343,7 @@ def parts(layer: nn.Module, x: Any, out: Tensor) -> dict[str, Part]:
     if file := RUN_HERE.get(type(layer)):
         all_parts = dict[str, Part]()
         for weight, bias, a, b in file.sides(layer, x, out):
-            all_parts |= {weight: _products(a, b), bias: Rows(_sum(b, 1))}
+            all_parts |= {weight: _products(layer, weight, a, b), bias: Rows(_sum(b, 1))}
     else:
         all_parts = dict(zip(("weight", "bias"), LAYERS[type(layer)](layer, x, out), strict=False))
     trained = {n for n, p in layer.named_parameters() if p.requires_grad}

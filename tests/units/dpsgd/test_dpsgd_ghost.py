@@ -277,3 +277,16 @@ def test_no_norm_in_float32_is_below_the_exact_one(make: Any, scale: float, gap:
         assert not alone < exact
         # No other record changes how one is measured.
         assert torch.equal(part.squares()[i], alone) or not torch.isfinite(alone)
+
+
+def test_gradients_that_are_held_are_not_written_over() -> None:
+    layer, x, out = nn.Linear(16, 16), torch.randn(4, 32, 16), torch.randn(4, 32, 16)
+    held = layers.parts(layer, x, out)["weight"].rows
+    kept, again = held.clone(), layers.parts(layer, 2 * x, out)["weight"].rows
+    assert torch.equal(held, kept)
+    torch.testing.assert_close(again, 2 * kept)
+    place = again.data_ptr()
+    del again
+    third = layers.parts(layer, 3 * x, out)["weight"].rows
+    assert third.data_ptr() == place
+    torch.testing.assert_close(third, 3 * kept)
