@@ -72,7 +72,7 @@ def _square_sums(array: Array, axes: tuple[int, ...], most: int, quick: bool) ->
     long = math.prod([array.shape[a] for a in axes]) > most
     squares = jnp.square(array.astype(jnp.float32 if quick else float))
     sums = jnp.sum(squares, axes[1:] if long else axes, keepdims=True).astype(float)
-    return jnp.sum(sums, axes).ravel()
+    return _flat(jnp.sum(sums, axes))
 
 
 def _square_sum(array: Array) -> Array:
