@@ -188,7 +188,10 @@ def _finite(numbers: Mapping[str, float | None], prefix: str) -> dict[str, float
 
 
 def _plain(numbers: object) -> tuple[Any, ...]:
-    return numbers if isinstance(numbers, tuple) else tuple(on_host(numbers).tolist())
+    if isinstance(numbers, tuple):
+        return numbers
+    # Loops may read them at each step.
+    return tuple((numbers if isinstance(numbers, np.ndarray) else on_host(numbers)).tolist())
 
 
 # The name of the file that a server of update clipping keeps, on any engine but declearn.
