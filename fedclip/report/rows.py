@@ -153,7 +153,8 @@ def number(value: float | None) -> str:
 
 def listed(names: Sequence[str]) -> str:
     """Return the first five names, and how many more there are."""
-    return ", ".join(names[:5]) + f" and {len(names) - 5} more" * (len(names) > 5)
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more
 
 
 def write_csv(columns: Iterable[str], rows: Iterable[Mapping[str, object]], file: TextIO) -> None:

@@ -148,7 +148,7 @@ class Gradient:
         """Return the norms of the groups; zeros if anything in the gradient is not finite.
 
         A norm has to be finite if, and only if, all elements of its group are. If one is not, a
-        step on the host ends here. `parts` are numbers whose sum is quicker to add up on a device.
+        step on the host ends here. A device adds up `parts` instead, if that is quicker.
         """
         xp = self.xp
         total = sum(norms.tolist()) if self.on_host else xp.sum(norms if parts is None else parts)

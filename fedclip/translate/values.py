@@ -140,8 +140,9 @@ def only_one(what: str, least: int, **values: object) -> object:
 
 def only_none(**values: object) -> None:
     """Refuse modules inside a clipper."""
-    for name in (name for name, value in values.items() if value is not None):
-        raise ValueError(f"{name} can only be None: modules inside a clipper have no bound")
+    for name, value in values.items():
+        if value is not None:
+            raise ValueError(f"{name} can only be None: modules inside a clipper have no bound")
 
 
 def spanned(dim: object, inverse: bool, min_size: object) -> Config | None:

@@ -134,7 +134,9 @@ def path_findings(folder: Path, config: Section) -> Iterator[Finding]:
         counts = trained(Path(file), model.get("model_name") or "model")
     except Exception:  # no file, or it needs what is on another machine, or shapes from the data
         return
-    texts = (str(counts) * (counts.shared < counts.values), counts.wrong)
-    yield from (note("[model]", text) for text in texts if text)
+    if counts.shared < counts.values:
+        yield note("[model]", str(counts))
+    if counts.wrong:
+        yield note("[model]", counts.wrong)
     if counts.lacking:
         yield problem("[model]", counts.lacking)

@@ -109,8 +109,9 @@ def check_optimizer(check: Check, value: object, key: str, where: str) -> list[P
     rates = ("lrate", "w_decay")  # which have checks of their own
     config = {key: 1.0 if key in rates else entry for key, entry in value.items()}
     check.add(*(problem(where, text) for text in argument_problems(Optimizer, config)))
-    for name in (name for name in rates if name in value):
-        _check_rate(check, where, name, value[name])
+    for name in rates:
+        if name in value:
+            _check_rate(check, where, name, value[name])
     plugins = []
     for kind in ("regularizer", "module"):
         specs = value.get(f"{kind}s", [])

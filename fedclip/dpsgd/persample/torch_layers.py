@@ -202,11 +202,10 @@ def _enlarged(first: Tensor, second: Tensor, lost: float) -> Tensor:
 
 def _products(layer: nn.Module, weight: str, a: Tensor, b: Tensor) -> Part:
     """Return what takes less for a weight: products of positions, or gradients."""
-    gradient, positions = a.shape[2] * b.shape[2], a.shape[1]
+    pair, gradient, positions = _pair(a, b), a.shape[2] * b.shape[2], a.shape[1]
     # Of many positions, float64 products take longer than gradients in float32, if these are small.
     if _smaller(positions, gradient) and (positions < _MANY or gradient > _LARGE):
-        return _pair(a, b)
-    pair = _pair(a, b)
+        return pair
     shape, free = (len(a), b.shape[2], a.shape[2]), None
     if a.device.type == "cpu" and pair.a.dtype is torch.float32 and math.prod(shape) <= _KEPT:
         memory = _MEMORY.setdefault(layer, Memory())
